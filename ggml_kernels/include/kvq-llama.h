@@ -1,0 +1,42 @@
+// What libllama exports about its cache, and the hooks that its cache calls.
+#pragma once
+
+#include "ggml.h"
+#include "ggml-backend.h"
+#include "llama.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// one attention layer of the cache as allocated
+struct llama_kvq_layer_info {
+    int32_t  il;
+    int32_t  type_k;        // effective ggml types
+    int32_t  type_v;
+    int32_t  n_head_kv;
+    int32_t  head_dim_k;
+    int32_t  head_dim_v;    // 0: MLA, V is a view of K
+    int32_t  is_swa;
+    uint32_t n_cells;       // of one stream
+    uint64_t bytes_k;       // all streams
+    uint64_t bytes_v;
+    uint64_t bytes_f16;     // what K and V would take as f16
+    char     device[32];    // buffer type, e.g. CPU, CUDA0
+};
+
+// Number of cached layers; the first `capacity` are written to out.
+LLAMA_API int32_t llama_kvq_cache_info(const struct llama_context * ctx, struct llama_kvq_layer_info * out, int32_t capacity);
+
+#ifdef __cplusplus
+}
+
+class llama_kv_cache;
+
+// The type that a layer's cache really gets: the member of the family for head_dim. Throws std::runtime_error with
+// the reason and the remedy when no block divides head_dim or the device has no kernels.
+ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, uint32_t il, ggml_backend_buffer_type_t buft);
+
+// one log line: effective types, bytes and the f16 equivalent
+void kvq_log_cache(const llama_kv_cache & cache);
+#endif

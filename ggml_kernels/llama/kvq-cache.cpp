@@ -1,0 +1,121 @@
+// What the cache of libllama needs of us: the type of a layer, whether its device can run it, and what was allocated.
+#include "kvq-llama.h"
+#include "kvq.h"
+
+#include "ggml-cpp.h"
+#include "llama-context.h"
+#include "llama-hparams.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-kv-cache-dsa.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
+#include "llama-memory-hybrid-idx.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+
+// the device must be able to write rows of the type: a cache that it cannot write would abort at the first token
+static void require_cache_write(ggml_backend_buffer_type_t buft, ggml_type type, int64_t head_dim, uint32_t il) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+    if (!dev) {
+        return;
+    }
+    ggml_context_ptr ctx(ggml_init({ 4*ggml_tensor_overhead(), nullptr, true }));
+    ggml_tensor * cache = ggml_new_tensor_2d(ctx.get(), type, head_dim, 1);
+    ggml_tensor * rows  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, head_dim, 1);
+    ggml_tensor * index = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I64, 1);
+    ggml_tensor * write = ggml_set_rows(ctx.get(), cache, rows, index);
+    if (!ggml_backend_dev_supports_op(dev, write)) {
+        throw std::runtime_error(format("layer %u: device %s has no kernel for cache type %s; use f16 or q8_0 there, or keep the cache on the CPU with --no-kv-offload",
+            il, ggml_backend_dev_name(dev), kvq_family_name(type)));
+    }
+}
+
+ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, uint32_t il, ggml_backend_buffer_type_t buft) {
+    if (!kvq_is_cache_type(type) || head_dim == 0) {
+        return type;
+    }
+    const ggml_type member = kvq_type_for_head(type, head_dim);
+    if (member == GGML_TYPE_COUNT) {
+        throw std::runtime_error(format("layer %u: no block of cache type %s divides head size %d; use f16 or q8_0",
+            il, kvq_family_name(type), (int) head_dim));
+    }
+    require_cache_write(buft, member, head_dim, il);
+    return member;
+}
+
+void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {
+    for (const auto & layer : layers) {
+        llama_kvq_layer_info info = {};
+        info.il         = layer.il;
+        info.type_k     = layer.k->type;
+        info.type_v     = layer.v ? layer.v->type : layer.k->type;
+        info.n_head_kv  = hparams.n_head_kv(layer.il);
+        info.head_dim_k = hparams.n_embd_head_k(layer.il);
+        info.head_dim_v = layer.v ? hparams.n_embd_head_v(layer.il) : 0;
+        info.is_swa     = hparams.is_swa(layer.il);
+        info.n_cells    = layer.k->ne[1];
+        info.bytes_k    = ggml_nbytes(layer.k);
+        info.bytes_v    = layer.v ? ggml_nbytes(layer.v) : 0;
+        info.bytes_f16  = (ggml_nelements(layer.k) + (layer.v ? ggml_nelements(layer.v) : 0))*sizeof(ggml_fp16_t);
+        if (layer.k->buffer) {
+            snprintf(info.device, sizeof(info.device), "%s", ggml_backend_buffer_name(layer.k->buffer));
+        }
+        out.push_back(info);
+    }
+}
+
+void kvq_log_cache(const llama_kv_cache & cache) {
+    std::vector<llama_kvq_layer_info> layers;
+    cache.kvq_layers(layers);
+
+    std::map<std::string, int> counts;
+    double bytes = 0, bytes_f16 = 0;
+    for (const auto & l : layers) {
+        counts[format("K %s V %s", ggml_type_name((ggml_type) l.type_k), ggml_type_name((ggml_type) l.type_v))]++;
+        bytes     += l.bytes_k + l.bytes_v;
+        bytes_f16 += l.bytes_f16;
+    }
+    std::string types;
+    for (const auto & [name, n] : counts) {
+        types += format("%s%d x %s", types.empty() ? "" : ", ", n, name.c_str());
+    }
+    LLAMA_LOG_INFO("kvq: effective cache types: %s; %.2f MiB, f16 would be %.2f MiB (%.2fx)\n",
+        types.c_str(), bytes/1024/1024, bytes_f16/1024/1024, bytes > 0 ? bytes_f16/bytes : 1.0);
+}
+
+// every attention cache inside a memory module, in the order of its parts
+static void collect(const llama_memory_i * memory, std::vector<llama_kvq_layer_info> & out) {
+    if (auto * kv = dynamic_cast<const llama_kv_cache *>(memory)) {
+        kv->kvq_layers(out);
+    } else if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
+        iswa->get_base()->kvq_layers(out);
+        iswa->get_swa()->kvq_layers(out);
+    } else if (auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
+        hybrid->get_mem_attn()->kvq_layers(out);
+    } else if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        collect(hybrid->get_mem_attn(), out);
+    } else if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_idx *>(memory)) {
+        hybrid->get_mem_attn()->kvq_layers(out);
+    } else if (auto * msa = dynamic_cast<const llama_kv_cache_msa *>(memory)) {
+        msa->get_base()->kvq_layers(out);
+    } else if (auto * dsa = dynamic_cast<const llama_kv_cache_dsa *>(memory)) {
+        dsa->get_mla()->kvq_layers(out);
+    }
+}
+
+int32_t llama_kvq_cache_info(const llama_context * ctx, llama_kvq_layer_info * out, int32_t capacity) {
+    std::vector<llama_kvq_layer_info> layers;
+    collect(ctx->get_memory(), layers);
+    std::stable_sort(layers.begin(), layers.end(), [](const auto & a, const auto & b) { return a.il < b.il; });
+    std::copy_n(layers.begin(), std::min<size_t>(std::max(capacity, 0), layers.size()), out);
+    return (int32_t) layers.size();
+}
