@@ -12,10 +12,10 @@ def lloyd_max(bits: int) -> np.ndarray:
     """Centroids of the MSE-optimal quantiser of N(0, 1) with 2**bits levels.
 
     Returns float64 [2**bits], ascending and symmetric, converged to 1e-13 by Lloyd's iteration.
-    Raises ValueError for bits outside 1..8.
+    Raises ValueError for bits outside 1..6.
     """
-    if not 1 <= bits <= 8:
-        raise ValueError(f"bits must be 1..8, not {bits}")
+    if not 1 <= bits <= 6:
+        raise ValueError(f"bits must be 1..6, not {bits}")
     n = 1 << bits
     c = norm.ppf((np.arange(n) + 0.5) / n)
     for _ in range(100_000):

@@ -1,0 +1,82 @@
+"""The one declaration: generated files are fresh, ids are frozen, and every place that names cache types agrees."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pykvq.formats import ACTIVATION_IDS, FAMILIES, TYPE_COUNT, TYPES
+from pykvq.support import UPSTREAM, VALID_NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Saved sequence states carry these numbers: this table may grow but never change.
+FROZEN = {"turbo2_64": 220, "turbo2_80": 221, "turbo2_96": 222, "turbo2_112": 223, "turbo2": 224,
+          "turbo3_64": 225, "turbo3_80": 226, "turbo3_96": 227, "turbo3_112": 228, "turbo3": 229,
+          "turbo4_64": 230, "turbo4_80": 231, "turbo4_96": 232, "turbo4_112": 233, "turbo4": 234}
+FROZEN_BYTES = {64: (18, 26, 34), 80: (22, 32, 42), 96: (26, 38, 50), 112: (30, 44, 58), 128: (34, 50, 66)}
+
+
+def test_ids_are_frozen():
+    assert {name: t.id for name, t in TYPES.items()} == FROZEN
+    assert ACTIVATION_IDS == {"kvq_q8_64": 245, "kvq_q8_80": 246, "kvq_q8_96": 247, "kvq_q8_112": 248, "kvq_q8_128": 249}
+    assert TYPE_COUNT == 250
+
+
+def test_block_sizes_are_frozen():
+    assert {n: tuple(t.bytes for t in TYPES.values() if t.block == n) for n in FROZEN_BYTES} == FROZEN_BYTES
+
+
+def test_generated_files_are_not_stale():
+    result = subprocess.run([sys.executable, ROOT / "tools/generate_tables.py", "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_stale_files_are_named(tmp_path):
+    for path in ("tools/generate_tables.py", "ggml_kernels/formats/formats.toml", "pykvq/__init__.py", "pykvq/native.py", "pykvq/support.py",
+                 "pykvq/formats.py", "pykvq/codecs/__init__.py", "pykvq/codecs/hadamard.py", "pykvq/codecs/lloyd_max.py",
+                 "ggml_kernels/include/kvq-types.h", "ggml_kernels/include/kvq-tables.h"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    header = tmp_path / "ggml_kernels/include/kvq-types.h"
+    header.write_text(header.read_text().replace("= 225", "= 43"))
+    result = subprocess.run([sys.executable, tmp_path / "tools/generate_tables.py", "--check"], capture_output=True, text=True)
+    assert result.returncode == 1 and result.stdout.split() == ["stale", "ggml_kernels/include/kvq-types.h"]
+
+
+def program(name):
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert path, f"{name} is not on PATH; install the project first"
+    return path
+
+
+@pytest.mark.parametrize("option", ["--cache-type-k", "--cache-type-v", "--cache-type-k-draft", "--cache-type-v-draft"])
+def test_help_of_llama_server_names_the_same_types(option):
+    text = subprocess.run([program("llama-server"), "--help"], capture_output=True, text=True).stdout
+    section = re.search(re.escape(option) + r"[, ].*?allowed values: (.*?)\n\s*\(", text, re.S).group(1)
+    assert sorted(re.findall(r"\w+", section)) == sorted(VALID_NAMES)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "q8_0", "f16", "iq4_nl"])
+def test_llama_bench_parses_every_family(name):
+    """An unknown type is an invalid parameter; a known one gets as far as the missing model."""
+    run = lambda t: subprocess.run([program("llama-bench"), "-m", "/nonexistent.gguf", "-ctk", t, "-ctv", t], capture_output=True, text=True)
+    assert "invalid parameter" not in run(name).stderr
+    assert "invalid parameter" in run("turbo5").stderr
+
+
+def test_ids_of_llama_cpp_bindings_agree():
+    import llama_cpp.llama_cpp as bindings
+    for name, (ggml_type, _, _) in UPSTREAM.items():
+        assert getattr(bindings, f"GGML_TYPE_{name.upper()}") == ggml_type
+    upstream_ids = {v for k, v in vars(bindings).items() if k.startswith("GGML_TYPE_") and k != "GGML_TYPE_COUNT"}
+    assert not upstream_ids & set(FROZEN.values())
+
+
+def test_gguf_package_does_not_know_the_types_under_another_meaning():
+    """gguf-py has no turbo entry (cache types are never stored in a GGUF); its ids must stay clear of ours."""
+    from gguf import GGMLQuantizationType
+    assert not {int(t) for t in GGMLQuantizationType} & (set(FROZEN.values()) | set(ACTIVATION_IDS.values()))
