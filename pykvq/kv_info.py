@@ -1,0 +1,83 @@
+"""The cache as it was allocated: effective types and bytes per layer, from libllama itself."""
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pykvq.support import type_name
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One cached layer. Types are the effective ones (turbo3_64); bytes cover all streams; bytes_f16 is what f16 would take."""
+    layer: int
+    type_k: str
+    type_v: str
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int                  # 0: MLA, V is a view of K
+    swa: bool
+    cells: int
+    bytes_k: int
+    bytes_v: int
+    bytes_f16: int
+    device: str
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """All layers of a context's cache; iterates over LayerCache."""
+    layers: tuple[LayerCache, ...]
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: int) -> LayerCache:
+        return self.layers[index]
+
+    @property
+    def types(self) -> dict[tuple[str, str], int]:
+        """Number of layers per effective (K, V) pair."""
+        return dict(Counter((layer.type_k, layer.type_v) for layer in self.layers))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of K and V in all layers."""
+        return sum(layer.bytes_k + layer.bytes_v for layer in self.layers)
+
+    @property
+    def bytes_f16(self) -> int:
+        """Bytes that the same cache would take as f16."""
+        return sum(layer.bytes_f16 for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than f16."""
+        return self.bytes_f16 / self.bytes if self.bytes else 1.0
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{n} x K {k} V {v}" for (k, v), n in self.types.items())
+        return f"KV cache {self.bytes / 2**20:.1f} MiB, f16 {self.bytes_f16 / 2**20:.1f} MiB ({self.ratio:.2f}x smaller); {kinds or 'no layers'}"
+
+
+class _LayerInfo(ctypes.Structure):                  # struct llama_kvq_layer_info of ggml_kernels/include/kvq-llama.h
+    _fields_ = [("il", ctypes.c_int32), ("type_k", ctypes.c_int32), ("type_v", ctypes.c_int32), ("n_head_kv", ctypes.c_int32),
+                ("head_dim_k", ctypes.c_int32), ("head_dim_v", ctypes.c_int32), ("is_swa", ctypes.c_int32), ("n_cells", ctypes.c_uint32),
+                ("bytes_k", ctypes.c_uint64), ("bytes_v", ctypes.c_uint64), ("bytes_f16", ctypes.c_uint64), ("device", ctypes.c_char * 32)]
+
+
+def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
+    """The cache of a llama_context (its address). A context without attention layers has no layers."""
+    f = libllama.llama_kvq_cache_info
+    f.argtypes, f.restype = [ctypes.c_void_p, ctypes.POINTER(_LayerInfo), ctypes.c_int32], ctypes.c_int32
+    n = f(context, None, 0)
+    rows = (_LayerInfo * n)()
+    f(context, rows, n)
+    return CacheInfo(tuple(
+        LayerCache(r.il, type_name(r.type_k), type_name(r.type_v), r.n_head_kv, r.head_dim_k, r.head_dim_v, bool(r.is_swa), r.n_cells,
+                   r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode()) for r in rows))

@@ -1,0 +1,139 @@
+"""Bodies of the call sites that patches/0010 puts into llama_cpp: kv_type=, kv_cache_info(), one-line errors.
+
+Imports nothing of llama_cpp at module level, because llama_cpp imports this module while it is being imported itself.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import deque
+
+from pykvq.gguf_header import Header, read_header
+from pykvq.kv_info import CacheInfo, cache_info
+from pykvq.support import NAMES, family_of, is_quantised, supports, type_id, type_name
+
+_errors: deque[str] = deque(maxlen=8)            # the last error lines of llama.cpp
+_ERROR, _CONTINUED = 4, 5                        # enum ggml_log_level
+
+
+def split_kv_type(kv_type: str | tuple[str, str]) -> tuple[str, str]:
+    """Names of K and V. Raises ValueError for anything but one known name or a pair of them."""
+    pair = (kv_type, kv_type) if isinstance(kv_type, str) else tuple(kv_type)
+    if len(pair) != 2:
+        raise ValueError(f"kv_type takes one name or a pair (K, V), not {kv_type!r}")
+    for name in pair:
+        type_id(name)
+    return pair
+
+
+def resolve_kv_type(kv_type, type_k: int | None, type_v: int | None, flash_attn: bool) -> tuple[int | None, int | None, bool]:
+    """ggml ids of K and V and flash_attn as Llama.__init__ goes on with them.
+
+    Raises ValueError for a wrong name, for kv_type beside type_k or type_v, and for a quantised V without flash attention.
+    """
+    if kv_type is None:
+        name = NAMES.get(type_v, "f16")
+        if is_quantised(name) and not flash_attn:
+            raise ValueError(f"a V cache of type {name} needs flash attention; pass flash_attn=True, or kv_type={name!r}, which sets it")
+        return type_k, type_v, flash_attn
+    if type_k is not None or type_v is not None:
+        raise ValueError("kv_type sets type_k and type_v; pass either kv_type or those two, not both")
+    k, v = split_kv_type(kv_type)
+    return type_id(k), type_id(v), True
+
+
+def check_before_load(llm, n_ctx: int) -> None:
+    """Refuse what would fail or abort later, once Llama.__init__ has its parameters. n_ctx 0 is the trained context.
+
+    Raises ModelFileError for a missing or truncated file, ValueError for a head size without a block, MemoryError for a
+    cache that cannot fit into the host's memory.
+    """
+    import llama_cpp.llama_cpp as bindings
+    on_device = llm.model_params.n_gpu_layers and llm.context_params.offload_kqv and bindings.llama_supports_gpu_offload()
+    header = read_header(llm.model_path)
+    if not llm.model_params.vocab_only:
+        check_cache(header, llm.context_params.type_k, llm.context_params.type_v, n_ctx, cache_on_host=not on_device)
+
+
+def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_host: bool = True) -> None:
+    """Refuse a cache, by ggml ids, that does not fit the model's heads or the host's memory; raises as check_before_load."""
+    names = type_name(type_k), type_name(type_v)
+    if not header.heads_kv or not all(name in NAMES.values() for name in names):
+        return                                   # nothing is cached, or a type that only llama.cpp itself can judge
+    for name, head_dim in zip(names, header.head_dims):
+        ok, reason, fix = supports(name, head_dim)
+        if not ok:
+            raise ValueError(f"{header.name}: {reason}; {fix}")
+    if cache_on_host:
+        _check_memory(header, *names, n_ctx or header.context_train)
+
+
+def _check_memory(header: Header, type_k: str, type_v: str, n_ctx: int) -> None:
+    need, free = header.cache_bytes(type_k, type_v, n_ctx), available_memory()
+    if need > free:
+        fits = int(n_ctx * free / need) // 256 * 256
+        raise MemoryError(f"a context of {n_ctx} needs {need / 2**30:.1f} GiB of {type_k}/{type_v} cache (estimated), {free / 2**30:.1f} GiB "
+                          f"of memory are free; use n_ctx={fits} or less, or a smaller kv_type")
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be had without swapping (Linux), all physical memory elsewhere."""
+    try:
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62
+
+
+def record(level: int, text: bytes) -> None:
+    """Keep error lines of llama.cpp's log, so that reason() can quote them."""
+    line = text.decode("utf-8", "replace").strip()
+    if level == _ERROR and line:
+        _errors.append(line)
+    elif level == _CONTINUED and line and _errors:
+        _errors[-1] += line
+
+
+def reason(message: str) -> str:
+    """`message` with the last error that llama.cpp logged, as one line; forgets the recorded errors."""
+    last = _errors[-1].split(": ", 1)[-1] if _errors else ""
+    hint = "; use a smaller n_ctx or a smaller kv_type" if any("alloc" in line for line in _errors) else ""
+    _errors.clear()
+    return f"{message}: {last}{hint}" if last else message
+
+
+def info(llm) -> CacheInfo:
+    """Body of Llama.kv_cache_info()."""
+    import llama_cpp.llama_cpp as bindings
+    return cache_info(bindings._lib, llm.ctx)
+
+
+def _identity(llm) -> dict[str, object]:
+    metadata = json.dumps(llm.metadata, sort_keys=True).encode()
+    return {"model": hashlib.sha256(metadata).hexdigest(), "name": llm.metadata.get("general.name", ""),
+            "types": [(layer.type_k, layer.type_v) for layer in info(llm)]}
+
+
+def stamped(llm, state):
+    """The LlamaState with what check_state compares: the model's metadata and the cache types of every layer."""
+    state.kvq_identity = _identity(llm)
+    return state
+
+
+def check_state(llm, state) -> None:
+    """Refuse, before anything is overwritten, a LlamaState of another model or cache type, or one too long for the context.
+
+    Raises ValueError.
+    """
+    if state.n_tokens > llm.n_ctx():
+        raise ValueError(f"the saved state holds {state.n_tokens} tokens, the context {llm.n_ctx()}; load the model with n_ctx={state.n_tokens}")
+    theirs, ours = getattr(state, "kvq_identity", None), _identity(llm)
+    if theirs is None:
+        return                                   # saved by an unpatched llama_cpp: llama.cpp's own checks remain
+    if theirs["model"] != ours["model"]:
+        raise ValueError(f"the saved state belongs to another model ({theirs['name'] or 'unnamed'}); load that model first")
+    if theirs["types"] != ours["types"]:
+        k, v = theirs["types"][0]
+        raise ValueError(f"the saved state holds a cache of type K {k} V {v}, this context has K {ours['types'][0][0]} V {ours['types'][0][1]}; "
+                         f"load the model with kv_type={(family_of(k), family_of(v))!r}")
