@@ -56,3 +56,12 @@ def library(name: str) -> ctypes.CDLL:
 def has_cache_types() -> bool:
     """True when libggml-base is ours. Raises NativeError when there is no library at all."""
     return hasattr(library("ggml-base"), "kvq_quantize_row_ref")
+
+
+def llama_commit() -> str:
+    """Commit of the llama.cpp that the libraries were built from. Raises NativeError when they are missing."""
+    lib = library("llama")
+    if not hasattr(lib, "llama_kvq_commit"):
+        raise NativeError(f"libllama is not the one that pykvq installs; run: {REINSTALL}")
+    lib.llama_kvq_commit.restype = ctypes.c_char_p
+    return lib.llama_kvq_commit().decode()

@@ -1,0 +1,64 @@
+"""The command group: version, and exceptions turned into one line and an exit code."""
+from __future__ import annotations
+
+import sys
+
+import click
+
+from pykvq.cli.chat import chat
+from pykvq.cli.compare import compare
+from pykvq.cli.completion import completion
+from pykvq.cli.doctor import doctor
+from pykvq.cli.errors import explain
+from pykvq.cli.types import types
+
+
+class Group(click.Group):
+    """Usage errors and bad input end with 2, a negative verdict with 1; nothing ends in a traceback."""
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            message = explain(error)
+            if message is None:
+                raise
+            raise CommandError(message) from error
+
+
+class CommandError(click.ClickException):
+    """Bad input: the message on stderr, exit code 2."""
+    exit_code = 2
+
+    def show(self, file=None) -> None:
+        click.echo(f"error: {self.message}", file=file or sys.stderr)
+
+
+def show_version(ctx: click.Context, _, wanted: bool) -> None:
+    """Body of --version."""
+    if not wanted or ctx.resilient_parsing:
+        return
+    import pykvq
+    from pykvq.native import NativeError, llama_commit
+    try:
+        commit = llama_commit()
+    except NativeError as error:
+        commit = f"not installed ({error})"
+    click.echo(f"pykvq {pykvq.__version__}, llama.cpp {commit}")
+    ctx.exit()
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
+              help="Print the versions of pykvq and of the llama.cpp in it.")
+def main() -> None:
+    """Smaller KV caches for llama.cpp.
+
+    Data goes to stdout, progress and warnings to stderr. Exit codes: 0 ok, 1 negative verdict, 2 bad usage or input.
+    """
+
+
+for command in (types, doctor, chat, compare, completion):
+    main.add_command(command)

@@ -1,0 +1,205 @@
+"""A thin session over libllama for measuring: one loaded model, any number of contexts with different cache types.
+
+llama_cpp.Llama ties a model to one context; comparing cache types wants the weights in memory once.
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama_cpp.llama_cpp as native
+import numpy as np
+
+from pykvq.gguf_header import read_header
+from pykvq.kv_info import CacheInfo, cache_info
+from pykvq.llama_glue import check_cache, is_quantised, reason, split_kv_type
+from pykvq.support import type_id
+
+
+class Model:
+    """Weights and vocabulary of a GGUF.
+
+    Raises ModelFileError for a missing or truncated file, ValueError when llama.cpp refuses it.
+    """
+
+    def __init__(self, path: str | Path, gpu_layers: int = 0):
+        self.header = read_header(path)
+        params = native.llama_model_default_params()
+        params.n_gpu_layers = gpu_layers
+        self.gpu_layers = gpu_layers
+        self.handle = native.llama_model_load_from_file(str(path).encode(), params)
+        if not self.handle:
+            raise ValueError(reason(f"llama.cpp cannot load {path}"))
+        self.vocab = native.llama_model_get_vocab(self.handle)
+        self.n_vocab = native.llama_vocab_n_tokens(self.vocab)
+
+    def tokenize(self, text: str, bos: bool = True, special: bool = False) -> list[int]:
+        """Token ids of a text; `special` parses control tokens such as <|im_start|>."""
+        raw = text.encode()
+        room = len(raw) + 8
+        out = (native.llama_token * room)()
+        n = native.llama_tokenize(self.vocab, raw, len(raw), out, room, bos, special)
+        return list(out[:n])
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, control tokens left out; bytes of a cut character become the replacement character."""
+        buffer = ctypes.create_string_buffer(512)
+        pieces = []
+        for token in tokens:
+            n = native.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, False)
+            pieces.append(buffer.raw[:n])
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def ends(self, token: int) -> bool:
+        """True for tokens that end a generation."""
+        return native.llama_vocab_is_eog(self.vocab, token)
+
+    def chat_tokens(self, prompt: str) -> list[int]:
+        """The prompt as one user turn in the model's chat template; the bare text when llama.cpp knows no template for it."""
+        template = native.llama_model_chat_template(self.handle, None)
+        if template:
+            message = (native.llama_chat_message * 1)(native.llama_chat_message(b"user", prompt.encode()))
+            buffer = ctypes.create_string_buffer(2 * len(prompt.encode()) + 4096)
+            n = native.llama_chat_apply_template(template, message, 1, True, buffer, len(buffer))
+            if 0 < n <= len(buffer):
+                return self.tokenize(buffer.raw[:n].decode("utf-8", "replace"), special=True)
+        return self.tokenize(prompt)
+
+    def close(self) -> None:
+        """Free the weights; contexts must be closed before."""
+        if self.handle:
+            native.llama_model_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class Context:
+    """One context of a Model with a cache of kv_type (one name or the pair K, V), flash attention on unless told otherwise.
+
+    Raises ValueError for a wrong type or a refusal of llama.cpp, MemoryError when the cache cannot fit.
+    """
+
+    def __init__(self, model: Model, n_ctx: int, kv_type: str | tuple[str, str] = "f16", *, n_seq: int = 1, unified: bool = False,
+                 n_batch: int = 512, threads: int | None = None, flash: bool = True, swa_full: bool = True):
+        k, v = split_kv_type(kv_type)
+        if is_quantised(v) and not flash:
+            raise ValueError(f"a V cache of type {v} needs flash attention; leave it on")
+        check_cache(model.header, type_id(k), type_id(v), n_ctx, cache_on_host=not model.gpu_layers)
+        params = native.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_batch, n_seq
+        params.n_threads = params.n_threads_batch = threads or os.cpu_count()
+        params.type_k, params.type_v, params.kv_unified, params.swa_full = type_id(k), type_id(v), unified, swa_full
+        params.flash_attn_type = native.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else native.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.model, self.n_batch, self.kv_type = model, n_batch, (k, v)
+        self.handle = native.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            raise ValueError(reason(f"no context of {n_ctx} tokens with cache type K {k} V {v}"))
+        self.memory = native.llama_get_memory(self.handle)
+        self._batch = native.llama_batch_init(n_batch, 0, 1)
+
+    def decode(self, tokens: Sequence[int], start: int, seq: int = 0, logits: str = "last") -> np.ndarray:
+        """Run tokens at positions start, start + 1, ... of one sequence, n_batch at a time.
+
+        Returns float32 [rows, n_vocab]: the logits after every token ("all"), after the last ("last") or none.
+        Raises RuntimeError when llama.cpp cannot decode, e.g. when the cache is full.
+        """
+        rows = []
+        for first in range(0, len(tokens), self.n_batch):
+            part = [(token, start + first + i, seq, logits == "all" or logits == "last" and first + i == len(tokens) - 1)
+                    for i, token in enumerate(tokens[first:first + self.n_batch])]
+            rows.append(self.decode_batch(part))
+        return np.concatenate(rows) if rows else np.empty((0, self.model.n_vocab), np.float32)
+
+    def decode_batch(self, entries: Sequence[tuple[int, int, int, bool]]) -> np.ndarray:
+        """One llama_decode of (token, position, sequence, wants logits); returns the logits asked for, in order."""
+        b = self._batch
+        b.n_tokens = len(entries)
+        for i, (token, position, seq, wanted) in enumerate(entries):
+            b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0], b.logits[i] = token, position, 1, seq, wanted
+        status = native.llama_decode(self.handle, b)
+        if status:
+            raise RuntimeError(reason(f"llama_decode failed with status {status}"))
+        n = sum(bool(entry[3]) for entry in entries)
+        if not n:
+            return np.empty((0, self.model.n_vocab), np.float32)
+        return np.ctypeslib.as_array(native.llama_get_logits(self.handle), shape=(n, self.model.n_vocab)).copy()
+
+    def info(self) -> CacheInfo:
+        """Effective types and bytes per layer."""
+        return cache_info(native._lib, self.handle)
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        native.llama_memory_clear(self.memory, True)
+
+    def remove(self, seq: int, start: int, end: int = -1) -> bool:
+        """Drop positions start..end-1 of a sequence (end -1: to its end)."""
+        return native.llama_memory_seq_rm(self.memory, seq, start, end)
+
+    def copy(self, source: int, target: int) -> None:
+        """Make sequence `target` a copy of `source`."""
+        native.llama_memory_seq_cp(self.memory, source, target, -1, -1)
+
+    def shift(self, seq: int, start: int, delta: int) -> None:
+        """Move positions from `start` on by delta; the keys are turned at the next decode."""
+        native.llama_memory_seq_add(self.memory, seq, start, -1, delta)
+
+    def save(self, seq: int | None = None) -> bytes:
+        """State of one sequence, or of the whole context."""
+        size = native.llama_state_get_size(self.handle) if seq is None else native.llama_state_seq_get_size(self.handle, seq)
+        buffer = (ctypes.c_uint8 * size)()
+        n = (native.llama_state_get_data(self.handle, buffer, size) if seq is None
+             else native.llama_state_seq_get_data(self.handle, buffer, size, seq))
+        return bytes(buffer[:n])
+
+    def load(self, state: bytes, seq: int | None = None) -> None:
+        """Restore what save() returned. Raises ValueError when llama.cpp refuses it (another type, model or size)."""
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        n = (native.llama_state_set_data(self.handle, buffer, len(state)) if seq is None
+             else native.llama_state_seq_set_data(self.handle, buffer, len(state), seq))
+        if n != len(state):
+            raise ValueError(reason("the state does not fit this context"))
+
+    def close(self) -> None:
+        """Free the context."""
+        if self.handle:
+            native.llama_batch_free(self._batch)
+            native.llama_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> "Context":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities over the last axis; float64."""
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def kl_divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """KL(reference || other) in nats over the last axis of two logits arrays."""
+    p, q = log_softmax(reference), log_softmax(other)
+    return (np.exp(p) * (p - q)).sum(-1)
+
+
+def quiet_log() -> None:
+    """Send llama.cpp's log to the error recorder alone."""
+    native.llama_log_set(_recorder, None)
+
+
+@native.llama_log_callback
+def _recorder(level, text, _):
+    from pykvq.llama_glue import record
+    record(level, text)
