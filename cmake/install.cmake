@@ -1,0 +1,49 @@
+# One wheel tree: llama_cpp/ (bindings), llama_cpp/lib (libraries), pykvq/bin (executables).
+
+if(SKBUILD)
+    set(site ${SKBUILD_PLATLIB_DIR})
+else()
+    set(site ${CMAKE_INSTALL_PREFIX})
+endif()
+
+set(executables llama-server llama-cli llama-bench llama-batched-bench llama-perplexity llama-quantize)
+set(libraries llama mtmd llama-common ggml ggml-base)
+foreach(tool IN LISTS executables)
+    list(APPEND libraries ${tool}-impl)
+endforeach()
+foreach(backend blas cann cpu cuda hip metal musa opencl rpc sycl vulkan webgpu zdnn)
+    if(TARGET ggml-${backend})
+        list(APPEND libraries ggml-${backend})
+    endif()
+endforeach()
+
+if(APPLE)
+    set(origin @loader_path)
+else()
+    set(origin $ORIGIN)
+endif()
+
+# A wheel cannot hold symlinks, so libraries carry no version: one file under one name.
+foreach(library IN LISTS libraries)
+    set_property(TARGET ${library} PROPERTY VERSION)
+    set_property(TARGET ${library} PROPERTY SOVERSION)
+    set_property(TARGET ${library} PROPERTY PUBLIC_HEADER)
+    set_property(TARGET ${library} PROPERTY PRIVATE_HEADER)
+    set_property(TARGET ${library} PROPERTY INSTALL_RPATH ${origin})
+endforeach()
+set_property(TARGET ${executables} PROPERTY INSTALL_RPATH ${origin}/../../llama_cpp/lib)
+
+# Finds CUDA's and conda's libraries where the linker found them.
+set_property(TARGET ${libraries} ${executables} PROPERTY INSTALL_RPATH_USE_LINK_PATH ON)
+
+add_custom_target(pykvq_all ALL)
+add_dependencies(pykvq_all ${libraries} ${executables})
+
+install(TARGETS ${libraries}
+    LIBRARY DESTINATION ${site}/llama_cpp/lib
+    RUNTIME DESTINATION ${site}/llama_cpp/lib
+    ARCHIVE DESTINATION ${site}/llama_cpp/lib EXCLUDE_FROM_ALL)
+install(TARGETS ${executables} RUNTIME DESTINATION ${site}/pykvq/bin)
+
+install(DIRECTORY ${UPSTREAM_DIR}/llama_cpp DESTINATION ${site}
+    PATTERN __pycache__ EXCLUDE PATTERN lib EXCLUDE)

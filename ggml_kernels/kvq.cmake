@@ -1,0 +1,46 @@
+# Attaches this folder's sources to upstream's targets, so that patches hold call sites only.
+
+set(KVQ_DIR ${CMAKE_CURRENT_LIST_DIR})
+
+# kvq_sources(<target> <private include folders...> GLOBS <patterns...>)
+function(kvq_sources target)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "GLOBS;INCLUDES")
+    list(TRANSFORM arg_GLOBS PREPEND ${KVQ_DIR}/)
+    file(GLOB sources CONFIGURE_DEPENDS ${arg_GLOBS})
+    if(sources)
+        target_sources(${target} PRIVATE ${sources})
+        if(NOT MSVC AND NOT target STREQUAL ggml-cuda)
+            set_source_files_properties(${sources} TARGET_DIRECTORY ${target}
+                PROPERTIES COMPILE_OPTIONS "-Wall;-Wextra")
+        endif()
+    endif()
+    if(arg_INCLUDES)
+        target_include_directories(${target} PRIVATE ${arg_INCLUDES})
+    endif()
+endfunction()
+
+# kvq_attach(<llama.cpp source folder>): call after add_subdirectory(llama.cpp).
+function(kvq_attach upstream)
+    # The patched ggml.h includes kvq-types.h, so every user of ggml needs this folder.
+    target_include_directories(ggml-base PUBLIC ${KVQ_DIR}/include)
+
+    kvq_sources(ggml-base GLOBS base/*.c)
+    kvq_sources(ggml-cpu GLOBS cpu/*.c cpu/*.cpp INCLUDES ${KVQ_DIR}/cpu)
+    kvq_sources(llama GLOBS llama/*.cpp INCLUDES ${KVQ_DIR}/llama ${upstream}/src)
+    if(TARGET ggml-cuda)
+        kvq_sources(ggml-cuda GLOBS cuda/*.cu INCLUDES ${KVQ_DIR}/cuda ${upstream}/ggml/src/ggml-cuda)
+    endif()
+
+    # Upstream builds its own model files as one unit; ours must not join it.
+    file(GLOB llama_sources CONFIGURE_DEPENDS ${KVQ_DIR}/llama/*.cpp)
+    if(llama_sources)
+        set_source_files_properties(${llama_sources} TARGET_DIRECTORY llama
+            PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    endif()
+
+    # The reference defines the codec bit for bit, and a fused multiply-add rounds differently.
+    if(NOT MSVC)
+        set_property(SOURCE ${KVQ_DIR}/base/kvq-reference.c TARGET_DIRECTORY ggml-base
+            APPEND PROPERTY COMPILE_OPTIONS -ffp-contract=off)
+    endif()
+endfunction()
