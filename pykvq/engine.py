@@ -87,7 +87,7 @@ class Context:
     """
 
     def __init__(self, model: Model, n_ctx: int, kv_type: str | tuple[str, str] = "f16", *, n_seq: int = 1, unified: bool = False,
-                 n_batch: int = 512, threads: int | None = None, flash: bool = True, swa_full: bool = True):
+                 n_batch: int = 512, threads: int | None = None, flash: bool = True, swa_full: bool = True, on_tensor=None):
         k, v = split_kv_type(kv_type)
         if is_quantised(v) and not flash:
             raise ValueError(f"a V cache of type {v} needs flash attention; leave it on")
@@ -97,6 +97,8 @@ class Context:
         params.n_threads = params.n_threads_batch = threads or os.cpu_count()
         params.type_k, params.type_v, params.kv_unified, params.swa_full = type_id(k), type_id(v), unified, swa_full
         params.flash_attn_type = native.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else native.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        if on_tensor is not None:                # ggml_backend_sched_eval_callback; must live as long as the context
+            params.cb_eval = self._on_tensor = native.ggml_backend_sched_eval_callback(on_tensor)
         self.model, self.n_batch, self.kv_type = model, n_batch, (k, v)
         self.handle = native.llama_init_from_model(model.handle, params)
         if not self.handle:

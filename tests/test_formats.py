@@ -1,5 +1,4 @@
 """The one declaration: generated files are fresh, ids are frozen, and every place that names cache types agrees."""
-import os
 import re
 import shutil
 import subprocess
@@ -47,21 +46,15 @@ def test_stale_files_are_named(tmp_path):
     assert result.returncode == 1 and result.stdout.split() == ["stale", "ggml_kernels/include/kvq-types.h"]
 
 
-def program(name):
-    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert path, f"{name} is not on PATH; install the project first"
-    return path
-
-
 @pytest.mark.parametrize("option", ["--cache-type-k", "--cache-type-v", "--cache-type-k-draft", "--cache-type-v-draft"])
-def test_help_of_llama_server_names_the_same_types(option):
+def test_help_of_llama_server_names_the_same_types(program, option):
     text = subprocess.run([program("llama-server"), "--help"], capture_output=True, text=True).stdout
     section = re.search(re.escape(option) + r"[, ].*?allowed values: (.*?)\n\s*\(", text, re.S).group(1)
     assert sorted(re.findall(r"\w+", section)) == sorted(VALID_NAMES)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "q8_0", "f16", "iq4_nl"])
-def test_llama_bench_parses_every_family(name):
+def test_llama_bench_parses_every_family(program, name):
     """An unknown type is an invalid parameter; a known one gets as far as the missing model."""
     run = lambda t: subprocess.run([program("llama-bench"), "-m", "/nonexistent.gguf", "-ctk", t, "-ctv", t], capture_output=True, text=True)
     assert "invalid parameter" not in run(name).stderr

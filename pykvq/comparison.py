@@ -1,0 +1,108 @@
+"""The same prompt and text through several cache types of one model: answers, bytes, divergence, speed."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.resources import files
+
+import numpy as np
+
+from pykvq.engine import Context, Model, kl_divergence
+from pykvq.speed import decode_speeds
+
+CONTEXT_TOKENS, SCORED_TOKENS = 256, 192         # of the bundled text: read first, then scored
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one cache type did. Divergences are mean KL from f16 in nats per token; None where there is nothing to compare."""
+    kv_type: tuple[str, str]
+    effective: tuple[str, str]
+    answer: str
+    same_tokens: int                 # leading tokens of the answer that equal f16's
+    bytes: int
+    bytes_f16: int
+    kl_answer: float | None
+    kl_text: float
+    tokens_per_second: float
+
+
+@dataclass
+class _Reference:
+    """f16's answer and logits."""
+    answer: list[int]
+    answer_logits: np.ndarray
+    text_logits: np.ndarray
+
+
+def passage() -> str:
+    """The bundled text, about 750 words."""
+    return (files("pykvq") / "data/passage.txt").read_text()
+
+
+def steps(kv_types: Sequence[tuple[str, str]], repeats: int = 3) -> int:
+    """How often compare() calls its step function."""
+    return 2 * (len(kv_types) + 1) + repeats
+
+
+def greedy(context: Context, prompt: Sequence[int], limit: int) -> tuple[list[int], np.ndarray]:
+    """The most likely continuation, and the logits that chose each token: [n] and float32 [n, n_vocab]."""
+    context.clear()
+    logits, tokens, rows = context.decode(prompt, 0), [], []
+    for i in range(limit):
+        token = int(logits[-1].argmax())
+        if context.model.ends(token):
+            break
+        tokens.append(token)
+        rows.append(logits[-1])
+        logits = context.decode_batch([(token, len(prompt) + i, 0, True)])
+    return tokens, np.array(rows).reshape(len(rows), context.model.n_vocab)
+
+
+def forced(context: Context, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
+    """Logits before each token of a given answer, decoded token by token; float32 [len(answer), n_vocab]."""
+    context.clear()
+    rows = [context.decode(prompt, 0)]
+    rows += [context.decode_batch([(token, len(prompt) + i, 0, True)]) for i, token in enumerate(answer[:-1])]
+    return np.concatenate(rows)[:len(answer)]
+
+
+def text_logits(context: Context, tokens: Sequence[int]) -> np.ndarray:
+    """Logits over the scored part of the bundled text."""
+    context.clear()
+    context.decode(tokens[:CONTEXT_TOKENS], 0, logits="none")
+    return context.decode(tokens[CONTEXT_TOKENS:CONTEXT_TOKENS + SCORED_TOKENS], CONTEXT_TOKENS, logits="all")
+
+
+def compare(model: Model, prompt: Sequence[int], kv_types: Sequence[tuple[str, str]], *, n_ctx: int, max_tokens: int, depth: int,
+            threads: int | None = None, repeats: int = 3, step: Callable[[str], None] = lambda _: None) -> list[Result]:
+    """Results for f16 and then for each of kv_types.
+
+    Raises ValueError when prompt and answer, or the depth, do not fit n_ctx, and what Context raises.
+    """
+    if len(prompt) + max_tokens > n_ctx or depth + 32 > n_ctx or CONTEXT_TOKENS + SCORED_TOKENS > n_ctx:
+        raise ValueError(f"a context of {n_ctx} is too small for this prompt ({len(prompt)} tokens), answer ({max_tokens}), depth ({depth}) "
+                         f"and text ({CONTEXT_TOKENS + SCORED_TOKENS}); raise --ctx")
+    text, pairs = model.tokenize(passage()), [("f16", "f16"), *kv_types]
+    reference, partial = None, {}
+    for pair in pairs:
+        step(f"{'/'.join(pair)}: answer and text")
+        with Context(model, n_ctx, pair, threads=threads) as context:
+            answer, logits = greedy(context, prompt, max_tokens)
+            scored = text_logits(context, text)
+            if reference is None:
+                reference = _Reference(answer, logits, scored)
+            ours = logits if pair == pairs[0] else forced(context, prompt, reference.answer)
+            partial[pair] = (context.info(), answer, ours, scored)
+    with ExitStack() as stack:
+        contexts = {"/".join(pair): stack.enter_context(Context(model, depth + 32, pair, threads=threads)) for pair in pairs}
+        speeds = decode_speeds(contexts, text, depth, repeats=repeats, step=step)
+    results = []
+    for pair, (info, answer, ours, scored) in partial.items():
+        same = next((i for i, (a, b) in enumerate(zip(answer, reference.answer)) if a != b), min(len(answer), len(reference.answer)))
+        layer = info[0]
+        results.append(Result(pair, (layer.type_k, layer.type_v), model.text(answer), same, info.bytes, info.bytes_f16,
+                              float(kl_divergence(reference.answer_logits, ours).mean()) if reference.answer else None,
+                              float(kl_divergence(reference.text_logits, scored).mean()), speeds["/".join(pair)]))
+    return results

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""KL divergence of every cache type, through the real cache and through the numpy codec inside an f16 model.
+
+    python tools/measure_kld.py model.gguf text.txt [--ctx 512] [--chunks 2] [--skip 40000] [--types turbo2 turbo3 turbo4] [--decode]
+
+"kernel" runs the type as the cache. "reference" keeps an f16 cache and lets the eval callback of llama.cpp rewrite the
+post-RoPE keys and the values with dequantise(quantise(x)) of pykvq.codecs.turbo: what the codec alone costs. Their ratio
+shows what the kernels add. Chunks start with BOS at tokens skip, skip + ctx, ...; the second half of each is scored.
+--decode scores the second half token by token instead of in one batch.
+"""
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pykvq.codecs import turbo                   # noqa: E402
+from pykvq.engine import Context, Model, kl_divergence, log_softmax, quiet_log   # noqa: E402
+from pykvq.formats import FAMILIES               # noqa: E402
+from pykvq.support import effective_type         # noqa: E402
+
+OP_RESHAPE, OP_VIEW, OP_ROPE = 36, 37, 48        # enum ggml_op of the pinned llama.cpp
+
+
+class Tensor(ctypes.Structure):                  # struct ggml_tensor of the pinned llama.cpp
+    _fields_ = [("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4), ("nb", ctypes.c_size_t * 4),
+                ("op", ctypes.c_int), ("op_params", ctypes.c_int32 * 16), ("flags", ctypes.c_int32), ("src", ctypes.c_void_p * 10),
+                ("view_src", ctypes.c_void_p), ("view_offs", ctypes.c_size_t), ("data", ctypes.c_void_p), ("name", ctypes.c_char * 64)]
+
+
+def codec_callback(pair: tuple[str, str]):
+    """Eval callback that sends keys and values through the numpy codec; f16 leaves them alone."""
+    def rewrite(pointer, ask, _):
+        t = ctypes.cast(pointer, ctypes.POINTER(Tensor)).contents
+        key = t.name.startswith(b"Kcur-") and t.op == OP_ROPE
+        value = t.name.startswith(b"Vcur-") and t.op in (OP_RESHAPE, OP_VIEW) and b"(" not in t.name and t.ne[1] >= 1 and t.ne[2] >= 1
+        name = pair[0] if key else pair[1] if value else "f16"
+        if name not in FAMILIES:
+            return False if ask else True
+        if not ask:
+            ne, nb = t.ne, t.nb
+            size = (nb[0] * (ne[0] - 1) + nb[1] * (ne[1] - 1) + nb[2] * (ne[2] - 1) + 4) // 4
+            flat = np.ctypeslib.as_array(ctypes.cast(t.data, ctypes.POINTER(ctypes.c_float)), shape=(size,))
+            a = np.lib.stride_tricks.as_strided(flat, (ne[2], ne[1], ne[0]), (nb[2], nb[1], nb[0]))      # [token, head, d]
+            member = effective_type(name, ne[0])
+            a[...] = turbo.dequantise(turbo.quantise(a, member), member)
+        return True
+    return rewrite
+
+
+def second_half(context: Context, chunk: list[int], decode: bool) -> np.ndarray:
+    """Logits of the second half of a chunk; float32 [len(chunk) - len(chunk) // 2, n_vocab]."""
+    half = len(chunk) // 2
+    context.clear()
+    if not decode:
+        entries = [(token, i, 0, i >= half) for i, token in enumerate(chunk)]
+        return context.decode_batch(entries)
+    context.decode(chunk[:half], 0, logits="none")
+    return np.concatenate([context.decode_batch([(token, half + i, 0, True)]) for i, token in enumerate(chunk[half:])])
+
+
+class Score:
+    """Accumulates KL divergence, agreement and perplexity over chunks."""
+
+    def __init__(self):
+        self.kl, self.same, self.nll = [], [], []
+
+    def add(self, exact: np.ndarray, ours: np.ndarray, chunk: list[int]) -> None:
+        half = len(chunk) // 2
+        self.kl.append(kl_divergence(exact, ours))
+        self.same.append(exact.argmax(1) == ours.argmax(1))
+        self.nll.append(-log_softmax(ours)[np.arange(len(chunk) - half - 1), chunk[half + 1:]])
+
+    def row(self) -> tuple[float, float, float, float]:
+        """Mean KL, its 99th percentile, perplexity, share of equal top tokens."""
+        kl = np.concatenate(self.kl)
+        return float(kl.mean()), float(np.quantile(kl, .99)), float(np.exp(np.concatenate(self.nll).mean())), float(np.concatenate(self.same).mean())
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("model")
+    ap.add_argument("text", type=Path)
+    ap.add_argument("--ctx", type=int, default=512)
+    ap.add_argument("--chunks", type=int, default=2)
+    ap.add_argument("--skip", type=int, default=40000, help="tokens at the start of the text that are not scored")
+    ap.add_argument("--types", nargs="+", default=["turbo4", "turbo3", "turbo2", "q8_0", "q4_0"], help="TYPE or K,V")
+    ap.add_argument("--decode", action="store_true", help="score token by token")
+    a = ap.parse_args()
+    quiet_log()
+    pairs = {t: (t.split(",")[0], t.split(",")[-1]) for t in a.types}
+    with Model(a.model) as model:
+        tokens = model.tokenize(a.text.read_text())
+        chunks = [tokens[:1] + tokens[a.skip + i * a.ctx:a.skip + i * a.ctx + a.ctx - 1] for i in range(a.chunks)]
+        if any(len(c) < a.ctx for c in chunks):
+            raise SystemExit(f"{a.text} has {len(tokens)} tokens, too few for --skip {a.skip} and {a.chunks} chunks of {a.ctx}")
+
+        def run(kv_type, callback=None):
+            with Context(model, a.ctx, kv_type, n_batch=a.ctx, on_tensor=callback) as context:
+                return [second_half(context, c, a.decode) for c in chunks]
+
+        exact = run("f16")
+        base = Score()
+        for e, c in zip(exact, chunks):
+            base.add(e, e, c)
+        print(f"{model.header.name}, {a.text.name}, context {a.ctx}, {a.chunks} chunks, {'token by token' if a.decode else 'one batch'}; "
+              f"f16 perplexity {base.row()[2]:.3f}\n")
+        print("| cache | KL kernel | KL reference | ratio | p99 | perplexity | same top |\n|---|---|---|---|---|---|---|", flush=True)
+        for name, pair in pairs.items():
+            kernel, reference = Score(), Score()
+            for e, x, c in zip(exact, run(pair), chunks):
+                kernel.add(e, x, c)
+            k = kernel.row()
+            cells = ("", "")
+            if set(pair) & set(FAMILIES) and set(pair) <= {*FAMILIES, "f16"}:
+                for e, x, c in zip(exact, run("f16", codec_callback(pair)), chunks):
+                    reference.add(e, x, c)
+                cells = (f"{reference.row()[0]:.5f}", f"{k[0] / reference.row()[0]:.3f}")
+            print(f"| {name} | {k[0]:.5f} | {cells[0]} | {cells[1]} | {k[1]:.4f} | {k[2]:.3f} | {k[3] * 100:.1f} % |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
