@@ -1,0 +1,141 @@
+"""Rung 6: a real llama-server with a turbo3 cache, spoken to with the official OpenAI client."""
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from openai import OpenAI
+
+PROMPTS = ["Name the capital of France.", "Count from one to five.", "What is the opposite of hot?", "Name a fruit that is yellow."]
+
+
+class Server:
+    """One llama-server on a free port, stopped by stop()."""
+
+    def __init__(self, program, model, log, *arguments):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.log = log
+        with log.open("w") as f:
+            self.process = subprocess.Popen([program, "--model", model, "--port", str(self.port), "--host", "127.0.0.1", "--threads", "2", *arguments],
+                                            stdout=f, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                self.request("GET", "/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+                time.sleep(0.2)
+
+    def request(self, method, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def client(self):
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=120, max_retries=0)
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def start(program, smollm2, tmp_path_factory):
+    servers = []
+
+    def make(*arguments):
+        servers.append(Server(program("llama-server"), smollm2, tmp_path_factory.mktemp("server") / "log", *arguments))
+        return servers[-1]
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(start, tmp_path_factory):
+    return start("--cache-type-k", "turbo3", "--cache-type-v", "turbo3", "--parallel", "4", "--ctx-size", "4096",
+                 "--slot-save-path", f"{tmp_path_factory.mktemp('slots')}/")
+
+
+def ask(client, prompt, tokens=24):
+    answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=tokens, seed=1)
+    return answer.choices[0].message.content
+
+
+def test_load_log_tells_types_and_bytes(server):
+    assert "30 x K turbo3_64 V turbo3_64" in server.log.read_text()
+
+
+def test_four_slots_at_once_answer_like_one_at_a_time(server):
+    client = server.client()
+    alone = [ask(client, p) for p in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda p: ask(client, p), PROMPTS))
+    assert together == alone
+    assert "Paris" in alone[0] and all(alone)
+
+
+def test_streaming(server):
+    stream = server.client().chat.completions.create(model="any", messages=[{"role": "user", "content": PROMPTS[0]}], temperature=0, max_tokens=24,
+                                                     stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == ask(server.client(), PROMPTS[0])
+
+
+def completion(server, slot, prompt):
+    return server.request("POST", "/completion", {"prompt": prompt, "n_predict": 8, "temperature": 0, "id_slot": slot, "cache_prompt": True})
+
+
+def test_saved_slot_is_reused_after_restore(server):
+    prompt = "The quick brown fox jumps over the lazy dog. " * 8 + "The quick brown"
+    first = completion(server, 2, prompt)
+    saved = server.request("POST", "/slots/2?action=save", {"filename": "fox.bin"})
+    server.request("POST", "/slots/2?action=erase", {})
+    restored = server.request("POST", "/slots/2?action=restore", {"filename": "fox.bin"})
+    assert restored["n_restored"] == saved["n_saved"] > 80
+    again = completion(server, 2, prompt)
+    assert again["content"] == first["content"]
+    assert again["timings"]["cache_n"] >= saved["n_saved"] - 16 and again["timings"]["prompt_n"] <= 16       # no second prefill
+
+
+def test_slot_of_another_type_is_refused(server, start, tmp_path):
+    other = start("--cache-type-k", "turbo4", "--cache-type-v", "turbo4", "--parallel", "1", "--ctx-size", "1024", "--slot-save-path", f"{tmp_path}/")
+    completion(other, 0, "Some prompt to fill the slot with.")
+    other.request("POST", "/slots/0?action=save", {"filename": "other.bin"})
+    folder = next(a for a in server.process.args if a.endswith("/") and "slots" in a)
+    (tmp_path / "other.bin").rename(f"{folder}other.bin")
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.request("POST", "/slots/1?action=restore", {"filename": "other.bin"})
+    assert error.value.code == 400
+    assert "Paris" in ask(server.client(), PROMPTS[0])       # the server goes on
+
+
+def test_draft_model_with_its_own_cache_type_changes_nothing(server, start, smollm2):
+    drafted = start("--cache-type-k", "turbo3", "--cache-type-v", "turbo3", "--parallel", "1", "--ctx-size", "1024", "--model-draft", str(smollm2),
+                    "--cache-type-k-draft", "turbo2", "--cache-type-v-draft", "turbo3", "--draft-max", "4", "--draft-min", "1")
+    client = drafted.client()
+    answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": PROMPTS[1]}], temperature=0, max_tokens=24)
+    assert answer.choices[0].message.content == ask(server.client(), PROMPTS[1])
+    assert "turbo2_64" in drafted.log.read_text()
+    assert answer.model_extra["timings"]["draft_n"] > 0
+
+
+def test_unknown_type_is_an_error_that_names_it(program, smollm2):
+    result = subprocess.run([program("llama-server"), "--model", smollm2, "--cache-type-k", "turbo5"], capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert "turbo5" in result.stdout + result.stderr
+
+
+def test_quantised_values_without_flash_attention_are_an_error(program, smollm2):
+    result = subprocess.run([program("llama-server"), "--model", smollm2, "--cache-type-v", "turbo3", "--flash-attn", "off", "--port", "0"],
+                            capture_output=True, text=True, timeout=120)
+    assert result.returncode > 0                 # negative would be a signal: a crash
+    assert "flash_attn" in result.stdout + result.stderr
