@@ -10,6 +10,11 @@ from pykvq.codecs.hadamard import paley, sylvester
 PALEY_ORDERS = (1, 12, 20, 28)
 
 
+def generator(seed: int, use: int) -> np.random.Generator:
+    """A stream of its own for each use, so that data drawn with the same seed is not the rotation's own matrix."""
+    return np.random.default_rng([seed, use, 0x6b7671])
+
+
 class HaarRotation:
     """Uniformly random rotation of R^d: QR of a Gaussian matrix, columns signed so that it is Haar (Mezzadri 2007).
 
@@ -17,7 +22,7 @@ class HaarRotation:
     """
 
     def __init__(self, d: int, seed: int = 0):
-        q, r = np.linalg.qr(np.random.default_rng(seed).standard_normal((d, d)))
+        q, r = np.linalg.qr(generator(seed, 2).standard_normal((d, d)))
         self.matrix = (q * np.sign(np.diag(r))).astype(np.float32)
 
     def apply(self, x: np.ndarray) -> np.ndarray:
@@ -50,7 +55,7 @@ class HadamardRotation:
     def __init__(self, d: int, seed: int = 0):
         p = largest_order(d)
         passes = 1 if p == d else 4
-        self._set(d, np.random.default_rng(seed).choice(np.float32([-1, 1]), (passes, p)))
+        self._set(d, generator(seed, 3).choice(np.float32([-1, 1]), (passes, p)))
 
     def _set(self, d: int, signs: np.ndarray) -> None:
         self.d, self.signs = d, signs

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pykvq.codecs.density import gaussian_codebook, sphere_codebook
-from pykvq.codecs.rotation import make_rotation
+from pykvq.codecs.rotation import generator, make_rotation
 
 CODEBOOKS = {"sphere": sphere_codebook, "gaussian": gaussian_codebook}
 SCALES = ("norm", "least-squares", "unbiased")
@@ -100,7 +100,7 @@ class TurboQuantProd:
         self.d, self.bits = d, bits
         self.centroids = CODEBOOKS[codebook](d, bits - 1).astype(np.float32)
         self.rotation = make_rotation(rotation, d, seed)
-        self.projection = np.random.default_rng([seed, 1]).standard_normal((d, d), dtype=np.float32)
+        self.projection = generator(seed, 1).standard_normal((d, d), dtype=np.float32)
 
     @property
     def gain(self) -> np.float32:
