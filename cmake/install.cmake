@@ -47,3 +47,5 @@ install(TARGETS ${executables} RUNTIME DESTINATION ${site}/pykvq/bin)
 
 install(DIRECTORY ${UPSTREAM_DIR}/llama_cpp DESTINATION ${site}
     PATTERN __pycache__ EXCLUDE PATTERN lib EXCLUDE)
+install(FILES ${UPSTREAM_DIR}/LICENSE.md DESTINATION ${site}/llama_cpp)
+install(FILES ${LLAMA_CPP_DIR}/LICENSE DESTINATION ${site}/llama_cpp/lib)
