@@ -1,0 +1,6 @@
+// decode kernels, K at 2 bits and V at 4 bits
+#include "../kvq-decode-shapes.cuh"
+
+kvq_decode_entry kvq_find_decode_24(int dk, int dv, bool v_is_k) {
+    return kvq_decode_mixed<2, 4>(dk, dv, v_is_k);
+}

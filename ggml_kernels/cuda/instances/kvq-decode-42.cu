@@ -1,0 +1,6 @@
+// decode kernels, K at 4 bits and V at 2 bits
+#include "../kvq-decode-shapes.cuh"
+
+kvq_decode_entry kvq_find_decode_42(int dk, int dv, bool v_is_k) {
+    return kvq_decode_mixed<4, 2>(dk, dv, v_is_k);
+}

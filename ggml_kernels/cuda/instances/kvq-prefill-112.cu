@@ -1,0 +1,17 @@
+// prefill kernels, head size 112 of K
+#include "../kvq-prefill-shapes.cuh"
+
+kvq_prefill_entry kvq_find_prefill_112(int dv, bool v_is_k, int index) {
+    if (dv == 112 && !v_is_k) {
+        switch (index) {
+            case 0: return kvq_prefill_make<112, 112, 112, 112, 112, 128, 64>();
+            case 1: return kvq_prefill_make<112, 112, 112, 112, 112, 128, 32>();
+            case 2: return kvq_prefill_make<112, 112, 112, 112, 112, 64, 32>();
+        }
+    }
+    return {};
+}
+
+kvq_fattn_kernel kvq_find_combine_112(int dv, bool v_is_k) {
+    return dv == 112 && !v_is_k ? kvq_combine<112, 112> : nullptr;
+}

@@ -1,0 +1,13 @@
+// prefill kernels, head size 512 of K
+#include "../kvq-prefill-shapes.cuh"
+
+kvq_prefill_entry kvq_find_prefill_512(int dv, bool v_is_k, int index) {
+    if (dv == 512 && !v_is_k && index == 0) {
+        return kvq_prefill_make<512, 512, 256, 128, 128, 64, 16>();
+    }
+    return {};
+}
+
+kvq_fattn_kernel kvq_find_combine_512(int dv, bool v_is_k) {
+    return dv == 512 && !v_is_k ? kvq_combine<512, 128> : nullptr;
+}

@@ -1,0 +1,178 @@
+// Device side of the cache formats: tables folded to constants, unpacking of 16-bit units, the signed Hadamard rotation.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+// the C tables, as constant expressions that device code can fold
+#define const constexpr
+#include "kvq-tables.h"
+#undef const
+
+// ---- layout of a block of N values at BITS bits ----
+// The kernels read blocks as 16-bit units, because a block is only 2-byte aligned.
+template <int BITS, int N> struct kvq_block {
+    static constexpr int bytes      = N*BITS/8 + 2;
+    static constexpr int scale_off  = N*BITS/8;                // fp16 scale behind the codes
+    static constexpr int unit_dims  = BITS == 4 ? 4 : 8;       // values of one unit
+    static constexpr int units      = N/unit_dims;
+    static constexpr int hi_off     = N/4;                     // high-bit plane of 3-bit codes
+};
+
+template <int BITS> __host__ __device__ constexpr float kvq_scale_of() {
+    return BITS == 2 ? KVQ_SCALE_2 : BITS == 3 ? KVQ_SCALE_3 : KVQ_SCALE_4;
+}
+
+// four consecutive levels, plus a bias, packed into one register for prmt
+template <int BITS> __host__ __device__ constexpr uint32_t kvq_level_word(const int first, const int bias) {
+    uint32_t w = 0;
+    for (int i = 0; i < 4; ++i) {
+        const int level = BITS == 2 ? KVQ_LEVELS_2[(first + i) & 3] : BITS == 3 ? KVQ_LEVELS_3[(first + i) & 7] : KVQ_LEVELS_4[(first + i) & 15];
+        w |= (uint32_t(level + bias) & 0xFFu) << (8*i);
+    }
+    return w;
+}
+
+// Levels of the four codes in the nibbles of sel (bit 3 of a nibble is zero for 2- and 3-bit codes).
+template <int BITS, int BIAS> static __device__ __forceinline__ uint32_t kvq_lookup(const uint32_t sel) {
+    constexpr uint32_t t0 = kvq_level_word<BITS>(0, BIAS);
+    if constexpr (BITS == 2) {
+        return __byte_perm(t0, t0, sel);
+    } else {
+        constexpr uint32_t t1 = kvq_level_word<BITS>(4, BIAS);
+        if constexpr (BITS == 3) {
+            return __byte_perm(t0, t1, sel);
+        } else {
+            constexpr uint32_t t2 = kvq_level_word<BITS>(8, BIAS);
+            constexpr uint32_t t3 = kvq_level_word<BITS>(12, BIAS);
+            const uint32_t low  = sel & 0x7777u;
+            const uint32_t pick = ((sel >> 1) & 0x4444u) | 0x3210u;
+            return __byte_perm(__byte_perm(t0, t1, low), __byte_perm(t2, t3, low), pick);
+        }
+    }
+}
+
+static __device__ __forceinline__ uint32_t kvq_bitsel(const uint32_t m, const uint32_t a, const uint32_t b) {
+    return (a & m) | (b & ~m);
+}
+
+// One unit of a row-major operand. 2 and 3 bits: r0 = (b0 k0, b0 k2, b1 k0, b1 k2), r1 = the same of k1 and k3, where
+// byte b of the plane holds coordinates k*(N/4) + b. hi: high-bit plane of the unit's two bytes, shifted to bit 2k.
+template <int BITS, int BIAS> static __device__ __forceinline__ void kvq_unit_pair(const uint32_t lo, const uint32_t hi, uint32_t & r0, uint32_t & r1) {
+    if constexpr (BITS == 2) {
+        r0 = kvq_lookup<2, BIAS>(lo & 0x3333u);
+        r1 = kvq_lookup<2, BIAS>((lo >> 2) & 0x3333u);
+    } else {
+        static_assert(BITS == 3, "4-bit units hold one register");
+        const uint32_t h = hi & 0x5555u;
+        r0 = kvq_lookup<3, BIAS>(kvq_bitsel(0x33333333u, lo, h << 2));
+        r1 = kvq_lookup<3, BIAS>(kvq_bitsel(0x33333333u, lo >> 2, h));
+    }
+}
+
+static __device__ __forceinline__ uint32_t kvq_ld16(const void * p) {
+    return *(const uint16_t *) p;
+}
+static __device__ __forceinline__ float kvq_ld_half(const void * p) {
+    return __half2float(*(const __half *) p);
+}
+
+// High-bit plane of unit u of a 3-bit block: bytes 2u and 2u+1 of the plane, shifted so that coordinate k sits at bit 2k.
+template <int N> static __device__ __forceinline__ uint32_t kvq_hi16(const char * block, const int u) {
+    const int s = 2*u >= N/8;
+    return kvq_ld16(block + N/4 + 2*u - s*(N/8)) >> s;
+}
+
+// ---- rotation ----
+
+struct kvq_sign_words { uint32_t w[4]; };
+__host__ __device__ constexpr kvq_sign_words kvq_pack_signs() {
+    kvq_sign_words s = {};
+    for (int i = 0; i < 128; ++i) {
+        s.w[i/32] |= (KVQ_SIGNS[i] < 0.0f ? 1u : 0u) << (i%32);
+    }
+    return s;
+}
+
+template <int N> struct kvq_hadamard {
+    static constexpr int paley = N == 80 ? 20 : N == 96 ? 12 : N == 112 ? 28 : 1;
+    static constexpr int inner = N/paley;            // Sylvester factor
+    static constexpr int regs  = (N + 31)/32;        // value i lives in lane i%32, register i/32
+};
+
+struct kvq_paley_words { uint32_t w[28]; };
+template <int M> __host__ __device__ constexpr kvq_paley_words kvq_paley_rows(const bool transposed) {
+    kvq_paley_words p = {};
+    for (int i = 0; i < M; ++i) {
+        for (int j = 0; j < M; ++j) {
+            const uint32_t row = M == 12 ? KVQ_PALEY_12[i % 12] : M == 20 ? KVQ_PALEY_20[i % 20] : KVQ_PALEY_28[i % 28];
+            const uint32_t bit = (row >> j) & 1u;
+            if (transposed) { p.w[j] |= bit << i; } else { p.w[i] |= bit << j; }
+        }
+    }
+    return p;
+}
+static __constant__ kvq_paley_words KVQ_PALEY_DEV[6] = {
+    kvq_paley_rows<12>(false), kvq_paley_rows<12>(true), kvq_paley_rows<20>(false), kvq_paley_rows<20>(true),
+    kvq_paley_rows<28>(false), kvq_paley_rows<28>(true),
+};
+
+static __device__ __forceinline__ float kvq_flip(const float x, const uint32_t minus) {
+    return __uint_as_float(__float_as_uint(x) ^ (minus << 31));
+}
+
+template <int N> static __device__ __forceinline__ void kvq_apply_signs(float * x, const int lane) {
+    constexpr kvq_sign_words s = kvq_pack_signs();
+#pragma unroll
+    for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
+        x[r] = kvq_flip(x[r], (s.w[r] >> lane) & 1u);
+    }
+}
+
+// x = H x, or H^T x, of one block held by a warp (value i in lane i%32, register i/32); unnormalised; the order of the
+// additions is the reference's. buf: N floats of shared memory of this warp, used only where N is no power of two.
+template <int N, bool TRANSPOSED> static __device__ __forceinline__ void kvq_hadamard_warp(float * x, float * buf, const int lane) {
+    using H = kvq_hadamard<N>;
+#pragma unroll
+    for (int h = 1; h < (H::inner < 32 ? H::inner : 32); h *= 2) {
+#pragma unroll
+        for (int r = 0; r < H::regs; ++r) {
+            const float other = __shfl_xor_sync(0xFFFFFFFFu, x[r], h);
+            x[r] = (lane & h) ? __fsub_rn(other, x[r]) : __fadd_rn(x[r], other);
+        }
+    }
+#pragma unroll
+    for (int h = 1; 32*h < H::inner; h *= 2) {
+#pragma unroll
+        for (int r = 0; r < H::regs; ++r) {
+            if (!(r & h)) {
+                const float u = x[r], v = x[r + h];
+                x[r]     = __fadd_rn(u, v);
+                x[r + h] = __fsub_rn(u, v);
+            }
+        }
+    }
+    if constexpr (H::paley > 1) {
+        const uint32_t * rows = KVQ_PALEY_DEV[(H::paley == 12 ? 0 : H::paley == 20 ? 2 : 4) + TRANSPOSED].w;
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < H::regs; ++r) {
+            if (r*32 + lane < N) {
+                buf[r*32 + lane] = x[r];
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < H::regs; ++r) {
+            const int i = r*32 + lane < N ? r*32 + lane : 0;
+            const uint32_t row = rows[i/H::inner];
+            const int b = i % H::inner;
+            float acc = kvq_flip(buf[b], row & 1u);
+            for (int a = 1; a < H::paley; ++a) {
+                acc = __fadd_rn(acc, kvq_flip(buf[a*H::inner + b], (row >> a) & 1u));
+            }
+            x[r] = acc;
+        }
+        __syncwarp();
+    }
+}

@@ -1,0 +1,146 @@
+// What the attention kernels share: arguments, asynchronous copies, tensor-core products.
+#pragma once
+
+#include "kvq-codec.cuh"
+#include "kvq-types.h"
+
+#include <cuda_runtime.h>
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define KVQ_AMPERE
+#endif
+
+// how K or V is stored: bits per code of our types, or the two partner types
+enum kvq_store { KVQ_STORE_TURBO2 = 2, KVQ_STORE_TURBO3 = 3, KVQ_STORE_TURBO4 = 4, KVQ_STORE_Q8_0 = 8, KVQ_STORE_F16 = 16 };
+
+struct kvq_operand {
+    const char * data;
+    int64_t nb1, nb2, nb3;      // bytes from one token, KV head, sequence to the next
+    int     store;              // kvq_store
+    int     bytes;              // of one head's slice of a token
+    int     gran;               // bytes of one asynchronous copy: 16 or 4
+    int     chunks;             // copies per row of the window
+    int     stride;             // bytes of a window row in shared memory
+};
+
+// Arguments of both attention kernels. A query row is (token, head in group), row = token*gqa + head.
+struct kvq_fattn_args {
+    const char  * q;
+    kvq_operand   k, v;
+    const char  * mask;         // f16 [n_kv, n_tok, 1, nem3], or null
+    const float * sinks;        // one logit a head, or null
+    float       * dst;          // [dv, n_head, n_tok, n_seq]
+    float       * part;         // partial outputs [n_seq, n_tok, n_head, n_part, dv], not normalised
+    float2      * meta;         // their (maximum logit in log2 units, sum of weights)
+    int64_t nbq1, nbq2, nbq3;   // bytes of q from one token, head, sequence to the next
+    int64_t nbm1, nbm3;
+    int     nem3;
+    int     n_tok, n_head, n_head_kv, n_seq, gqa, n_kv;
+    float   scale, softcap, max_bias, m0, m1;
+    uint32_t n_head_log2;
+    int     n_split, n_part;    // blocks, and partial results, along the context
+    int     heads, row_groups, slices;      // decode: what the warps of one block divide among themselves
+    bool    linear;             // decode: the window is the whole row, so a tile is one run of bytes
+    bool    v_is_k;             // V is the head of K's slice (MLA)
+};
+
+typedef void (* kvq_fattn_kernel)(const kvq_fattn_args);
+
+static constexpr float KVQ_LOG2E = 1.44269504f;
+static constexpr float KVQ_NO_MAX = -1e30f;      // finite, so that differences of maxima are numbers
+
+static __device__ __forceinline__ void kvq_pdl_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+static __device__ __forceinline__ void kvq_pdl_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+static __device__ __forceinline__ float kvq_slope(const kvq_fattn_args & a, const int head) {
+    if (a.max_bias <= 0.0f) {
+        return 1.0f;
+    }
+    const float base = head < int(a.n_head_log2) ? a.m0 : a.m1;
+    return powf(base, head < int(a.n_head_log2) ? head + 1 : 2*(head - int(a.n_head_log2)) + 1);
+}
+
+#ifdef KVQ_AMPERE
+// copies BYTES bytes, or writes zeros when there is no source
+template <int BYTES> static __device__ __forceinline__ void kvq_cp_async(const uint32_t dst, const void * src, const bool real = true) {
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(dst), "l"(src), "r"(real ? 4 : 0) : "memory");
+    }
+}
+static __device__ __forceinline__ void kvq_cp_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N> static __device__ __forceinline__ void kvq_cp_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}
+static __device__ __forceinline__ uint32_t kvq_shared(const void * p) {
+    return (uint32_t) __cvta_generic_to_shared(p);
+}
+
+static __device__ __forceinline__ void kvq_mma_s8(int (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+static __device__ __forceinline__ void kvq_mma_u8s8(int (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+static __device__ __forceinline__ void kvq_mma_f16(float (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+static __device__ __forceinline__ uint4 kvq_ldmatrix(const uint32_t p) {
+    uint4 r;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p) : "memory");
+    return r;
+}
+static __device__ __forceinline__ uint4 kvq_ldmatrix_trans(const uint32_t p) {
+    uint4 r;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p) : "memory");
+    return r;
+}
+static __device__ __forceinline__ float kvq_exp2(const float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Starts the copy of n_rows token rows of a window into shared memory; rows past the end become zeros.
+// GRAN bytes a copy; first: address of the window in the row of token 0.
+template <int GRAN> static __device__ __forceinline__ void kvq_copy_window_g(
+        const kvq_operand & o, const char * first, const uint32_t dst, const int token, const int n_rows, const int n_kv,
+        const int tid, const int n_threads) {
+    // threads walk a row's chunks; 32 lanes a row, several rows at once when a row is short
+    const int per = o.chunks <= 4 ? 4 : o.chunks <= 8 ? 8 : o.chunks <= 16 ? 16 : 32;
+    const int c0 = tid & (per - 1), r0 = tid/per, dr = n_threads/per;
+    for (int r = r0; r < n_rows; r += dr) {
+        const bool real = token + r < n_kv;
+        const char * src = (const char *) ((uintptr_t) (first + (real ? token + r : 0)*o.nb1) & ~uintptr_t(GRAN - 1));
+        for (int c = c0; c < o.chunks; c += per) {
+            kvq_cp_async<GRAN>(dst + r*o.stride + c*GRAN, src + c*GRAN, real);
+        }
+    }
+}
+static __device__ __forceinline__ void kvq_copy_window(
+        const kvq_operand & o, const char * first, const uint32_t dst, const int token, const int n_rows, const int n_kv,
+        const int tid, const int n_threads) {
+    if (o.gran == 16) {
+        kvq_copy_window_g<16>(o, first, dst, token, n_rows, n_kv, tid, n_threads);
+    } else {
+        kvq_copy_window_g<4>(o, first, dst, token, n_rows, n_kv, tid, n_threads);
+    }
+}
+#endif // KVQ_AMPERE

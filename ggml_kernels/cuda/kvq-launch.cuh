@@ -1,0 +1,189 @@
+// Which attention kernel runs, with which grid: host code shared by the ggml entry points and the benchmark.
+#pragma once
+
+#include "kvq-fattn.cuh"
+
+struct kvq_device {
+    int    n_sm;
+    size_t smem_block;      // most shared memory of one block, opted in
+    size_t smem_sm;         // of one multiprocessor
+};
+
+struct kvq_launch {
+    kvq_fattn_kernel kernel = nullptr;
+    dim3   grid, block;
+    size_t smem = 0;
+};
+
+// one compiled shape of the decode kernel
+struct kvq_decode_entry {
+    kvq_fattn_kernel kernel;
+    int tile, stages, v_parts, q_bytes, blocks;
+};
+
+// one compiled shape of the prefill kernel
+struct kvq_prefill_entry {
+    kvq_fattn_kernel kernel;
+    int rows, tile, v_parts;
+    size_t fixed_bytes;
+};
+
+// Decode kernel for bits per code of K and V and the head sizes; kernel is null when none is compiled. v_is_k: V is a view of K.
+kvq_decode_entry  kvq_find_decode (int k_bits, int v_bits, int dk, int dv, bool v_is_k);
+// Prefill kernels for the head sizes, index 0 the largest tile; kernel is null past the last.
+kvq_prefill_entry kvq_find_prefill(int dk, int dv, bool v_is_k, int index);
+kvq_fattn_kernel  kvq_find_combine(int dv, bool v_is_k);
+
+// Values per block that a head of this size uses, as the cache picks it; 0 when none divides.
+static inline int kvq_block_for_head(const int d) {
+#define KVQ_TRY(N) if (d % N == 0) { return N; }
+    KVQ_FOR_EACH_BLOCK(KVQ_TRY)
+#undef KVQ_TRY
+    return 0;
+}
+
+// Bytes of one head's slice of a token.
+static inline int kvq_slice_bytes(const int store, const int d, const int n) {
+    return store == KVQ_STORE_F16 ? 2*d : store == KVQ_STORE_Q8_0 ? d/32*34 : d/n*(n*store/8 + 2);
+}
+
+static inline bool kvq_is_turbo(const int store) { return store <= KVQ_STORE_TURBO4; }
+
+// Window of `heads` slices in shared memory: copy granularity, copies per row, row stride.
+static inline void kvq_set_window(kvq_operand & o, const int heads) {
+    const bool wide = o.nb1 % 16 == 0 && o.nb3 % 16 == 0;
+    o.gran = wide ? 16 : 4;
+    const int bytes = int((heads - 1)*o.nb2) + o.bytes;
+    // the window begins up to gran - 2 bytes into its first copy
+    o.chunks = (bytes + 2*o.gran - 2)/o.gran;
+    if (wide && o.nb2*heads == o.nb1 && ((uintptr_t) o.data) % 16 == 0) {
+        o.chunks = (bytes + 15)/16;
+    }
+    // an odd number of 16-byte units: eight neighbouring rows fall into different banks
+    o.stride = (o.chunks*o.gran + 15)/16*16;
+    if ((o.stride/16) % 2 == 0) {
+        o.stride += 16;
+    }
+}
+
+static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & out) {
+    if (!kvq_is_turbo(a.k.store) || !kvq_is_turbo(a.v.store)) {
+        return false;
+    }
+    const kvq_decode_entry e = kvq_find_decode(a.k.store, a.v.store, dk, dv, a.v_is_k);
+    if (!e.kernel) {
+        return false;
+    }
+    const int groups = (a.gqa*a.n_tok + 7)/8;
+    const bool packed = a.k.nb2 == a.k.bytes && (a.v_is_k || a.v.nb2 == a.v.bytes);
+    const int max_work = 8/e.v_parts;
+    a.row_groups = groups < max_work ? groups : max_work;
+
+    auto smem_of = [&](const int heads, const int slices) {
+        kvq_set_window(a.k, heads);
+        kvq_set_window(a.v, heads);
+        return size_t(heads*a.row_groups*(e.q_bytes + 32)) + 16 +
+            size_t(e.stages)*e.tile*slices*(a.k.stride + (a.v_is_k ? 0 : a.v.stride)) + 128;
+    };
+    // as many heads as there are warps for them: neighbouring heads share sectors of memory
+    const size_t limit = dev.smem_sm/e.blocks - 1024 < dev.smem_block ? dev.smem_sm/e.blocks - 1024 : dev.smem_block;
+    a.heads = 0;
+    for (int h = max_work/a.row_groups; h >= 1; --h) {
+        if (a.n_head_kv % h == 0 && (packed || h == 1) && smem_of(h, 1) <= limit) {
+            a.heads = h;
+            break;
+        }
+    }
+    if (a.heads == 0) {
+        a.heads = 1;
+        while (a.row_groups > 1 && smem_of(1, 1) > dev.smem_block) {
+            a.row_groups--;
+        }
+        if (smem_of(1, 1) > dev.smem_block) {
+            return false;
+        }
+    }
+    a.slices = max_work/(a.heads*a.row_groups);
+    while (a.slices > 1 && (smem_of(a.heads, a.slices) > limit || e.tile*(a.slices/2) >= a.n_kv)) {
+        a.slices--;
+    }
+    out.smem = smem_of(a.heads, a.slices);
+    a.linear = a.k.gran == 16 && a.v.gran == 16 && a.k.stride == a.k.nb1 && (a.v_is_k || a.v.stride == a.v.nb1) &&
+        a.heads == a.n_head_kv && a.k.nb2*a.heads == a.k.nb1 && (a.v_is_k || a.v.nb2*a.heads == a.v.nb1) &&
+        (uintptr_t) a.k.data % 16 == 0 && (uintptr_t) a.v.data % 16 == 0;
+
+    const int y = a.n_head_kv/a.heads*((groups + a.row_groups - 1)/a.row_groups);
+    const int per_tile = e.tile*a.slices;
+    const int tiles = (a.n_kv + per_tile - 1)/per_tile;
+    const int resident = int((dev.smem_sm - 1024)/(out.smem + 1024)) < e.blocks ? int((dev.smem_sm - 1024)/(out.smem + 1024)) : e.blocks;
+    int want = dev.n_sm*(resident > 0 ? resident : 1)/(y*a.n_seq);
+    want = want < 1 ? 1 : want;
+    const int each = (tiles + want - 1)/want;
+    a.n_split = (tiles + each - 1)/each;
+    a.n_part = a.n_split*a.slices;
+    out.kernel = e.kernel;
+    out.grid   = dim3(a.n_split, y, a.n_seq);
+    out.block  = dim3(32, a.heads*a.row_groups*e.v_parts*a.slices, 1);
+    return true;
+}
+
+static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & out) {
+    kvq_set_window(a.k, 1);
+    kvq_set_window(a.v, 1);
+    for (int i = 0; ; ++i) {
+        const kvq_prefill_entry e = kvq_find_prefill(dk, dv, a.v_is_k, i);
+        if (!e.kernel) {
+            return false;
+        }
+        out.smem = e.fixed_bytes + size_t(2)*e.tile*(a.k.stride + (a.v_is_k ? 0 : a.v.stride)) + 128;
+        if (out.smem > dev.smem_block) {
+            continue;
+        }
+        const int x = (a.gqa*a.n_tok + e.rows - 1)/e.rows, y = a.n_head_kv*e.v_parts;
+        const int tiles = (a.n_kv + e.tile - 1)/e.tile;
+        // fewest tile steps of the busiest multiprocessor; a split costs about two steps of its own
+        int64_t best = INT64_MAX;
+        a.n_split = 1;
+        for (int s = 1; s <= tiles && s <= 2*dev.n_sm; ++s) {
+            const int64_t waves = (int64_t(x)*y*a.n_seq*s + dev.n_sm - 1)/dev.n_sm;
+            const int64_t cost = waves*((tiles + s - 1)/s + 2);
+            if (cost < best) {
+                best = cost;
+                a.n_split = s;
+            }
+        }
+        a.n_part = a.n_split;
+        a.linear = false;
+        a.heads = a.row_groups = a.slices = 1;
+        out.kernel = e.kernel;
+        out.grid   = dim3(x, y, a.n_seq*a.n_split);
+        out.block  = dim3(32, e.rows/16, 1);
+        return true;
+    }
+}
+
+// Rows of a group up to which the decode kernel is the faster one: it unpacks a tile once per 8 rows.
+static constexpr int KVQ_DECODE_ROWS = 32;
+
+// Plans attention and combine. False: no compiled kernel serves these sizes on this device. Fills a.n_part, which sizes
+// a.part and a.meta; pointers may be set afterwards, but k.data and v.data must be set before.
+static inline bool kvq_plan(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & attention, kvq_launch & combine) {
+    const bool few = a.gqa*a.n_tok <= KVQ_DECODE_ROWS;
+    if (!(few && kvq_plan_decode(a, dk, dv, dev, attention)) && !kvq_plan_prefill(a, dk, dv, dev, attention) &&
+        !(!few && kvq_plan_decode(a, dk, dv, dev, attention))) {
+        return false;
+    }
+    int step = 1;                      // whole warps: DV/4 threads a partial result
+    while (dv/4*step % 32 != 0) {
+        step *= 2;
+    }
+    int y = step;
+    while (y < a.n_part && dv/4*(y + step) <= 1024 && y < 32) {
+        y += step;
+    }
+    combine.kernel = kvq_find_combine(dv, a.v_is_k);
+    combine.grid   = dim3(a.n_seq*a.n_tok*a.n_head, 1, 1);
+    combine.block  = dim3(dv/4, y, 1);
+    combine.smem   = (size_t((a.n_part + 3) & ~3) + size_t(y)*dv)*sizeof(float);
+    return combine.kernel != nullptr;
+}
