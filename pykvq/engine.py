@@ -14,8 +14,8 @@ import numpy as np
 
 from pykvq.gguf_header import read_header
 from pykvq.kv_info import CacheInfo, cache_info
-from pykvq.llama_glue import check_cache, is_quantised, reason, split_kv_type
-from pykvq.support import type_id
+from pykvq.llama_glue import check_cache, reason, record, split_kv_type
+from pykvq.support import is_quantised, type_id
 
 
 class Model:
@@ -36,7 +36,9 @@ class Model:
         self.n_vocab = native.llama_vocab_n_tokens(self.vocab)
 
     def tokenize(self, text: str, bos: bool = True, special: bool = False) -> list[int]:
-        """Token ids of a text; `special` parses control tokens such as <|im_start|>."""
+        """Token ids of a text; `special` parses control tokens such as <|im_start|>. Raises ValueError without a vocabulary."""
+        if native.llama_vocab_type(self.vocab) == native.LLAMA_VOCAB_TYPE_NONE:
+            raise ValueError(f"{self.header.name} has no tokenizer; use a model file with one")     # llama.cpp would abort
         raw = text.encode()
         room = len(raw) + 8
         out = (native.llama_token * room)()
@@ -203,5 +205,4 @@ def quiet_log() -> None:
 
 @native.llama_log_callback
 def _recorder(level, text, _):
-    from pykvq.llama_glue import record
     record(level, text)

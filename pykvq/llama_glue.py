@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections import deque
+from pathlib import Path
 
 from pykvq.gguf_header import Header, read_header
 from pykvq.kv_info import CacheInfo, cache_info
@@ -78,12 +79,18 @@ def _check_memory(header: Header, type_k: str, type_v: str, n_ctx: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be had without swapping (Linux), all physical memory elsewhere."""
+    """Bytes of memory that can be had without swapping: what the kernel and the control group leave; all of it where neither tells."""
+    limits = []
     try:
         with open("/proc/meminfo") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62
+            limits += [int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):                # no Linux, no control group, or a group without a limit ("max")
+        pass
+    if limits:
+        return min(limits)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62
 
 
 def record(level: int, text: bytes) -> None:
@@ -96,11 +103,12 @@ def record(level: int, text: bytes) -> None:
 
 
 def reason(message: str) -> str:
-    """`message` with the last error that llama.cpp logged, as one line; forgets the recorded errors."""
-    last = _errors[-1].split(": ", 1)[-1] if _errors else ""
-    hint = "; use a smaller n_ctx or a smaller kv_type" if any("alloc" in line for line in _errors) else ""
+    """`message` with the cause that llama.cpp logged, as one line; forgets the recorded errors."""
+    texts = [line.split(": ", 1)[-1] for line in _errors]
     _errors.clear()
-    return f"{message}: {last}{hint}" if last else message
+    causes = [text for text in texts if text != "failed to load model"]       # the last line of every failed load says only that
+    hint = "; use a smaller n_ctx or a smaller kv_type" if any("alloc" in text for text in texts) else ""
+    return f"{message}: {causes[-1]}{hint}" if causes else message
 
 
 def info(llm) -> CacheInfo:
