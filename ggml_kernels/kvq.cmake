@@ -42,5 +42,7 @@ function(kvq_attach upstream)
     if(NOT MSVC)
         set_property(SOURCE ${KVQ_DIR}/base/kvq-reference.c TARGET_DIRECTORY ggml-base
             APPEND PROPERTY COMPILE_OPTIONS -ffp-contract=off)
+        set_property(SOURCE ${KVQ_DIR}/cpu/kvq-quantize.cpp TARGET_DIRECTORY ggml-cpu
+            APPEND PROPERTY COMPILE_OPTIONS -ffp-contract=off)
     endif()
 endfunction()

@@ -1,0 +1,465 @@
+// GGML_OP_FLASH_ATTN_EXT over caches in which the keys, the values or both are of our types.
+//
+// All query rows that read one KV head are taken together, so a block is read and unpacked once for the group. Queries
+// are rotated on entry and the output is rotated back on exit; in between keys and values stay in the rotated domain.
+// The context is cut into spans, one partial result each, so that few heads still occupy all threads.
+#include "kvq.h"
+#include "kvq-attn-tile.h"
+#include "kvq-flash-attn.h"
+#include "ggml-cpu.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <numeric>
+
+namespace kvq {
+
+static const packed_kernels * kernels_for(ggml_type type) {
+    switch ((int) type) {
+#define KVQ_KERNELS(E, F, NAME, FAMILY, BITS, N, BYTES) \
+        case GGML_TYPE_##E: { \
+            static const packed_kernels k = { N, BYTES, tile_stride<N>, 1.0f/codec<BITS>::scale, quantize_query<N>, \
+                unpack_keys<BITS, N>, add_logits<N>, add_values<BITS, N>, unrotate<N> }; \
+            return &k; \
+        }
+        KVQ_FOR_EACH_CACHE_TYPE(KVQ_KERNELS)
+#undef KVQ_KERNELS
+        default: return nullptr;
+    }
+}
+
+static void to_float_row(ggml_type type, const void * x, float * y, int64_t n) {
+    switch (type) {
+        case GGML_TYPE_F32:  memcpy(y, x, n*sizeof(float)); break;
+        case GGML_TYPE_F16:  ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) x, y, n); break;
+        case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) x, y, n); break;
+        default:             ggml_get_type_traits(type)->to_float(x, y, n); break;
+    }
+}
+
+// Hands out the work buffer; counts when it has none.
+struct arena {
+    char * base;
+    size_t used = 0;
+
+    template <typename T> T * take(size_t n) {
+        T * p = base ? (T *) (base + used) : nullptr;
+        used += (n*sizeof(T) + 63)/64*64;
+        return p;
+    }
+};
+
+struct plan {
+    attn_args a;
+    const packed_kernels * k;   // null: float keys
+    const packed_kernels * v;   // null: float values
+    int group;                  // query heads that share a K head and a V head
+    int64_t groups, group_rows; // rows: token-major, so that a tile of rows covers few tokens
+    int64_t row_tiles, tiles, spans, span_tiles;
+    int key_row, value_row;     // padded floats of a row
+
+    plan(const ggml_tensor * dst, int n_threads) : a(dst) {
+        k = kernels_for(a.k->type);
+        v = kernels_for(a.v->type);
+        group      = (int) std::gcd(a.q->ne[2]/a.k->ne[2], a.q->ne[2]/a.v->ne[2]);
+        groups     = a.q->ne[2]/group;
+        group_rows = group*a.q->ne[1];
+        row_tiles  = (group_rows + ROWS - 1)/ROWS;
+        tiles      = (a.k->ne[1] + TILE - 1)/TILE;
+        key_row    = round_up((int) a.k->ne[0], 16);
+        value_row  = round_up((int) a.v->ne[0], 16);
+
+        // about four units for each thread, in equal shares where that needs no more than twice the spans
+        const int64_t items = std::max<int64_t>(1, row_tiles*groups*a.q->ne[3]);
+        spans = max_spans(items, n_threads)/2;
+        const int64_t even = n_threads/std::gcd<int64_t>(items, n_threads);
+        const int64_t rounded = (spans + even - 1)/even*even;
+        if (n_threads == 1 || spans < 2) {
+            spans = 1;
+        } else if (rounded <= 2*spans) {
+            spans = rounded;
+        }
+        spans = std::clamp<int64_t>(spans, 1, std::max<int64_t>(1, tiles/2));
+        span_tiles = (tiles + spans - 1)/spans;
+    }
+
+    // never decreases with the number of threads, so it bounds the buffer when fewer come
+    static int64_t max_spans(int64_t items, int n_threads) { return 2*((4*n_threads + items - 1)/items); }
+
+    int64_t units()        const { return groups*row_tiles*a.q->ne[3]*spans; }
+    size_t  partial_size() const { return 2 + value_row; }
+};
+
+// one thread's buffers
+struct scratch {
+    int8_t  * query;         // packed keys: rows of blocks of int8
+    float   * query_unit;    // its value in logits, one for each row and block
+    float   * query_float;   // float keys
+    float   * logit, * acc;
+    int8_t  * level, * magnitude;
+    float   * key, * value;
+    int8_t  * value_level;
+    int16_t * fixed;
+    size_t query_stride, blocks;
+
+    scratch(const plan & p, arena & m) {
+        const size_t dk = p.a.k->ne[0];
+        blocks       = p.k ? dk/p.k->block : 0;
+        query_stride = p.k ? blocks*p.k->stride : 0;
+        query       = m.take<int8_t>(p.k ? ROWS*query_stride : 0);
+        query_unit  = m.take<float>(ROWS*blocks);
+        query_float = m.take<float>(p.k ? 0 : ROWS*p.key_row);
+        logit       = m.take<float>(ROWS*TILE);
+        acc         = m.take<float>(ROWS*p.value_row);
+        level       = m.take<int8_t>(p.k ? TILE*p.k->stride : 0);
+        magnitude   = m.take<int8_t>(p.k ? TILE*p.k->stride : 0);
+        key         = m.take<float>(p.k ? 0 : TILE*p.key_row);
+        value       = m.take<float>(p.v ? 0 : TILE*p.value_row);
+        value_level = m.take<int8_t>(p.v ? TILE*p.v->block : 0);
+        fixed       = m.take<int16_t>(p.v ? ROWS*TILE : 0);
+    }
+
+    // the padding of rows, which the kernels never write
+    void clear(const plan & p) {
+        if (p.k) {
+            memset(query, 0, ROWS*query_stride);
+            memset(level, 0, TILE*p.k->stride);
+            memset(magnitude, 0, TILE*p.k->stride);
+        } else {
+            memset(query_float, 0, ROWS*p.key_row*sizeof(float));
+            memset(key, 0, TILE*p.key_row*sizeof(float));
+        }
+        if (!p.v) {
+            memset(value, 0, TILE*p.value_row*sizeof(float));
+        }
+    }
+};
+
+// the rows of one unit and the state of their softmax
+struct row_state {
+    int n;
+    int token[ROWS], head[ROWS];
+    const uint16_t * mask[ROWS];
+    float slope[ROWS];
+    float top[ROWS], total[ROWS];    // running maximum of the logits and sum of the weights
+    float alpha[ROWS], beta[ROWS];   // factors of the sums so far and of the tile
+};
+
+constexpr uint16_t F16_MINUS_INF = 0xFC00;
+
+// tokens of the tile that some row may see, as bits
+static uint64_t visible_tokens(const row_state & rows, int64_t first, int n) {
+    uint64_t seen = 0;
+    const uint64_t all = n == 64 ? ~0ull : (1ull << n) - 1;
+    const uint16_t * last = nullptr;
+    for (int r = 0; r < rows.n && seen != all; r++) {
+        const uint16_t * m = rows.mask[r];
+        if (!m) {
+            return all;
+        }
+        if (m == last) {
+            continue;
+        }
+        last = m;
+        int t = 0;
+#if defined(KVQ_AVX2)
+        for (; t + 32 <= n; t += 32) {
+            const __m256i none = _mm256_set1_epi16((int16_t) F16_MINUS_INF);
+            const __m256i a = _mm256_cmpeq_epi16(none, _mm256_loadu_si256((const __m256i *) (m + first + t)));
+            const __m256i b = _mm256_cmpeq_epi16(none, _mm256_loadu_si256((const __m256i *) (m + first + t + 16)));
+            const __m256i hidden = _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xD8);
+            seen |= (uint64_t) (uint32_t) ~_mm256_movemask_epi8(hidden) << t;
+        }
+#endif
+        for (; t < n; t++) {
+            seen |= (uint64_t) (m[first + t] != F16_MINUS_INF) << t;
+        }
+    }
+    return seen;
+}
+
+// Logits of one row to weights relative to the tile's maximum; updates the row's state. mask is null or holds a whole
+// tile.
+static void softmax_row(float * logit, int n, const uint16_t * mask, float cap, row_state & rows, int r) {
+    const f32x16 lowest = set1(-FLT_MAX), minus_inf = set1(-INFINITY), slope = set1(rows.slope[r]);
+    f32x16 top = minus_inf;
+    for (int t = 0; t < n; t += 16) {
+        f32x16 x = load(logit + t);
+        if (cap != 0.0f) {
+            x = mul(set1(cap), tanh(x));
+        }
+        if (mask) {
+            const f32x16 m = mul(slope, load_f16(mask + t));
+            x = select_lt(m, lowest, minus_inf, add(x, m));
+        }
+        top = max(x, top);
+        store(logit + t, x);
+    }
+    const float tile_top = max_of(top);
+    if (tile_top == -INFINITY) {
+        for (int t = 0; t < n; t += 16) {
+            store(logit + t, set1(0.0f));
+        }
+        rows.alpha[r] = 1.0f;
+        rows.beta[r]  = 0.0f;
+        return;
+    }
+    f32x16 s = set1(0.0f);
+    const f32x16 shift = set1(tile_top);
+    for (int t = 0; t < n; t += 16) {
+        const f32x16 p = exp_nonpositive(sub(load(logit + t), shift));
+        s = add(s, p);
+        store(logit + t, p);
+    }
+    if (tile_top > rows.top[r]) {
+        rows.alpha[r] = expf(rows.top[r] - tile_top);
+        rows.beta[r]  = 1.0f;
+        rows.top[r]   = tile_top;
+    } else {
+        rows.alpha[r] = 1.0f;
+        rows.beta[r]  = expf(tile_top - rows.top[r]);
+    }
+    rows.total[r] = rows.total[r]*rows.alpha[r] + rows.beta[r]*sum(s);
+}
+
+static void load_queries(const plan & p, scratch & s, const row_state & rows, int64_t i3) {
+    const attn_args & a = p.a;
+    for (int r = 0; r < rows.n; r++) {
+        const float * q = a.query(rows.token[r], rows.head[r], i3);
+        if (p.k) {
+            for (size_t b = 0; b < s.blocks; b++) {
+                const float d = p.k->quantize_query(q + b*p.k->block, s.query + r*s.query_stride + b*p.k->stride);
+                s.query_unit[r*s.blocks + b] = d*p.k->unit*a.logit_scale();
+            }
+        } else {
+            for (int64_t i = 0; i < a.k->ne[0]; i++) {
+                s.query_float[r*p.key_row + i] = q[i]*a.logit_scale();
+            }
+        }
+    }
+}
+
+static void compute_logits(const plan & p, scratch & s, const uint8_t * const * token, int n, int rows) {
+    if (p.k) {
+        float d[TILE] = {};
+        for (size_t b = 0; b < s.blocks; b++) {
+            p.k->unpack_keys(token, b*p.k->bytes, n, s.level, s.magnitude, d);
+            p.k->add_logits(s.level, s.magnitude, d, n, s.query + b*p.k->stride, s.query_stride, s.query_unit + b, s.blocks,
+                            rows, s.logit, b > 0);
+        }
+    } else {
+        for (int t = 0; t < n; t++) {
+            to_float_row(p.a.k->type, token[t], s.key + t*p.key_row, p.a.k->ne[0]);
+        }
+        float_logits(s.key, n, s.query_float, p.key_row, rows, s.logit);
+    }
+}
+
+static void accumulate(const plan & p, scratch & s, const uint8_t * const * token, int n, const row_state & rows) {
+    if (p.v) {
+        for (int64_t b = 0; b < p.a.v->ne[0]/p.v->block; b++) {
+            p.v->add_values(token, b*p.v->bytes, n, s.logit, rows.alpha, rows.beta, rows.n, s.acc + b*p.v->block,
+                            p.value_row, s.value_level, s.fixed);
+        }
+    } else {
+        for (int t = 0; t < n; t++) {
+            to_float_row(p.a.v->type, token[t], s.value + t*p.value_row, p.a.v->ne[0]);
+        }
+        float_values(s.value, n, p.value_row, s.logit, rows.alpha, rows.beta, rows.n, s.acc, p.value_row);
+    }
+}
+
+// softmax over tiles [first, last) for the rows of one unit
+static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, int64_t first, int64_t last) {
+    const attn_args & a = p.a;
+    const int64_t n_kv = a.k->ne[1];
+    const uint8_t * keys   = (const uint8_t *) a.key_head(rows.head[0], i3);
+    const uint8_t * values = (const uint8_t *) a.value_head(rows.head[0], i3);
+
+    memset(s.acc, 0, (size_t) rows.n*p.value_row*sizeof(float));
+    for (int r = 0; r < rows.n; r++) {
+        rows.top[r]   = -INFINITY;
+        rows.total[r] = 0.0f;
+    }
+
+    for (int64_t tile = first; tile < last; tile++) {
+        const int64_t t0 = tile*TILE;
+        const int width = (int) std::min<int64_t>(TILE, n_kv - t0);
+        const uint64_t seen = visible_tokens(rows, t0, width);
+        if (seen == 0) {
+            continue;
+        }
+
+        // tokens that no row sees are left out: cells of other sequences, of a window, of the future
+        int index[TILE], n = 0;
+        const uint8_t * key[TILE], * value[TILE];
+        for (int t = 0; t < width; t++) {
+            if (seen >> t & 1) {
+                index[n] = t;
+                key[n]   = keys   + (t0 + t)*a.k->nb[1];
+                value[n] = values + (t0 + t)*a.v->nb[1];
+                n++;
+            }
+        }
+
+        compute_logits(p, s, key, n, rows.n);
+
+        uint16_t gathered[TILE];
+        const uint16_t * source = nullptr;
+        for (int r = 0; r < rows.n; r++) {
+            const uint16_t * mask = rows.mask[r] ? rows.mask[r] + t0 : nullptr;
+            if (n < TILE) {
+                if (r == 0 || mask != source) {
+                    source = mask;
+                    for (int t = 0; t < n; t++) {
+                        gathered[t] = mask ? mask[index[t]] : 0;
+                    }
+                    for (int t = n; t < TILE; t++) {
+                        gathered[t] = F16_MINUS_INF;
+                    }
+                }
+                mask = gathered;
+            }
+            softmax_row(s.logit + r*TILE, n, mask, a.softcap, rows, r);
+        }
+        accumulate(p, s, value, n, rows);
+    }
+}
+
+// acc is the weighted sum in the rotated domain, or of plain values if those are not ours
+static void finish_row(const plan & p, int64_t token, int64_t head, int64_t i3, float top, float total, const float * acc) {
+    const attn_args & a = p.a;
+    float factor = a.finish(head, top, total);
+    float * out = a.output(token, head, i3);
+    const int64_t dv = a.v->ne[0];
+    if (p.v) {
+        factor *= p.v->unit/sqrtf((float) p.v->block);
+        for (int64_t i = 0; i < dv; i += p.v->block) {
+            p.v->unrotate(acc + i, factor, out + i);
+        }
+    } else {
+        for (int64_t i = 0; i < dv; i++) {
+            out[i] = acc[i]*factor;
+        }
+    }
+}
+
+static float * partial_at(const plan & p, float * partials, int64_t i3, int64_t group, int64_t row, int64_t span) {
+    return partials + (((i3*p.groups + group)*p.group_rows + row)*p.spans + span)*p.partial_size();
+}
+
+static void run_unit(const plan & p, scratch & s, float * partials, int64_t unit) {
+    const attn_args & a = p.a;
+    // heads innermost: threads at work at the same time read neighbouring parts of the cache
+    const int64_t group = unit % p.groups;
+    const int64_t span  = unit/p.groups % p.spans;
+    const int64_t tile  = unit/(p.groups*p.spans) % p.row_tiles;
+    const int64_t i3    = unit/(p.groups*p.spans*p.row_tiles);
+    const int64_t row0  = tile*ROWS;
+
+    row_state rows;
+    rows.n = (int) std::min<int64_t>(ROWS, p.group_rows - row0);
+    for (int r = 0; r < rows.n; r++) {
+        rows.token[r] = (int) ((row0 + r)/p.group);
+        rows.head[r]  = (int) (group*p.group + (row0 + r) % p.group);
+        rows.mask[r]  = a.mask_row(rows.token[r], rows.head[r], i3);
+        rows.slope[r] = a.slope(rows.head[r]);
+    }
+    load_queries(p, s, rows, i3);
+    attend(p, s, rows, i3, span*p.span_tiles, std::min(p.tiles, (span + 1)*p.span_tiles));
+
+    for (int r = 0; r < rows.n; r++) {
+        const float * acc = s.acc + (size_t) r*p.value_row;
+        if (p.spans == 1) {
+            finish_row(p, rows.token[r], rows.head[r], i3, rows.top[r], rows.total[r], acc);
+        } else {
+            float * out = partial_at(p, partials, i3, group, row0 + r, span);
+            out[0] = rows.top[r];
+            out[1] = rows.total[r];
+            memcpy(out + 2, acc, p.value_row*sizeof(float));
+        }
+    }
+}
+
+static void combine_row(const plan & p, float * partials, float * acc, int64_t row) {
+    const int64_t r = row % p.group_rows, group = row/p.group_rows % p.groups, i3 = row/(p.group_rows*p.groups);
+    const float * part = partial_at(p, partials, i3, group, r, 0);
+    float top = -INFINITY, total = 0.0f;
+    for (int64_t j = 0; j < p.spans; j++) {
+        top = std::max(top, part[j*p.partial_size()]);
+    }
+    memset(acc, 0, p.value_row*sizeof(float));
+    for (int64_t j = 0; j < p.spans; j++) {
+        const float * x = part + j*p.partial_size();
+        if (x[1] == 0.0f) {
+            continue;
+        }
+        const float f = expf(x[0] - top);
+        total += x[1]*f;
+        for (int i = 0; i < p.value_row; i++) {
+            acc[i] += x[2 + i]*f;
+        }
+    }
+    finish_row(p, r/p.group, group*p.group + r % p.group, i3, top, total, acc);
+}
+
+} // namespace kvq
+
+extern "C" bool kvq_cpu_owns_flash_attn(const ggml_tensor * dst) {
+    return kvq_is_cache_type(dst->src[1]->type) || kvq_is_cache_type(dst->src[2]->type);
+}
+
+extern "C" size_t kvq_cpu_flash_attn_work_size(const ggml_tensor * dst, int n_threads) {
+    if (!kvq_cpu_owns_flash_attn(dst)) {
+        return 0;
+    }
+    const kvq::plan p(dst, n_threads);
+    kvq::arena one = { nullptr };
+    kvq::scratch s(p, one);
+    (void) s;
+
+    const int64_t items = p.groups*p.row_tiles*p.a.q->ne[3];
+    const int64_t spans = std::min(kvq::plan::max_spans(std::max<int64_t>(1, items), n_threads), std::max<int64_t>(1, p.tiles/2));
+    kvq::arena all = { nullptr };
+    all.take<float>(spans > 1 ? p.group_rows*p.groups*p.a.q->ne[3]*spans*p.partial_size() : 0);
+    const size_t packed = 64 + all.used + n_threads*one.used;
+    return std::max(packed, kvq::reference_work_size(dst, n_threads));
+}
+
+extern "C" void kvq_cpu_flash_attn(const ggml_compute_params * params, ggml_tensor * dst) {
+    using namespace kvq;
+    if (params->use_ref) {
+        reference_flash_attn(params, dst);
+        return;
+    }
+    const int ith = params->ith, nth = params->nth;
+    const plan p(dst, nth);
+    p.a.check();
+
+    arena m = { (char *) GGML_PAD((uintptr_t) params->wdata, 64) };
+    const int64_t all_rows = p.group_rows*p.groups*p.a.q->ne[3];
+    float * partials = m.take<float>(p.spans > 1 ? all_rows*p.spans*p.partial_size() : 0);
+
+    arena count = { nullptr };
+    scratch sizes(p, count);
+    (void) sizes;
+    arena own = { m.base + m.used + ith*count.used };
+    GGML_ASSERT((size_t) (own.base + count.used - (char *) params->wdata) <= params->wsize);
+    scratch s(p, own);
+    s.clear(p);
+
+    if (ith == 0) {
+        ggml_threadpool_chunk_set(params->threadpool, nth);
+    }
+    ggml_barrier(params->threadpool);
+
+    for (int64_t unit = ith; unit < p.units(); unit = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        run_unit(p, s, partials, unit);
+    }
+    if (p.spans > 1) {
+        ggml_barrier(params->threadpool);
+        for (int64_t row = ith; row < all_rows; row += nth) {
+            combine_row(p, partials, s.acc, row);
+        }
+    }
+}

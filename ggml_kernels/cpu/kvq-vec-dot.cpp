@@ -1,0 +1,34 @@
+// Dot products of cache rows with rotated int8 queries, for matrix products with a cache tensor. The integer sums equal
+// the scalar ones.
+#include "kvq.h"
+#include "kvq-codes.h"
+
+#include <cassert>
+
+namespace kvq {
+
+template <int BITS, int N> static float dot_row(int n, const uint8_t * x, const uint8_t * y) {
+    constexpr int S = tile_stride<N>;
+    alignas(32) int8_t level[S] = {}, magnitude[S] = {}, query[S] = {};
+    float sum = 0.0f;
+    for (int i = 0; i < n/N; i++) {
+        const uint8_t * xb = x + i*block_bytes<BITS, N>;
+        const uint8_t * yb = y + i*(N + sizeof(float));
+        float d;
+        memcpy(&d, yb, sizeof(d));
+        memcpy(query, yb + sizeof(d), N);
+        unpack<BITS, N>(xb, level, magnitude);
+        sum += block_scale<BITS, N>(xb)*d*(float) dot<N>(level, magnitude, query);
+    }
+    return sum/codec<BITS>::scale;
+}
+
+} // namespace kvq
+
+#define KVQ_DEFINE_VEC_DOT(E, F, NAME, FAMILY, BITS, N, BYTES) \
+    extern "C" void kvq_cpu_vec_dot_##F(int n, float * s, size_t, const void * x, size_t, const void * y, size_t, int nrc) { \
+        assert(nrc == 1 && n % N == 0); \
+        GGML_UNUSED(nrc); \
+        *s = kvq::dot_row<BITS, N>(n, (const uint8_t *) x, (const uint8_t *) y); \
+    }
+KVQ_FOR_EACH_CACHE_TYPE(KVQ_DEFINE_VEC_DOT)
