@@ -86,12 +86,13 @@ class Patch:
         return self.path.name
 
     def split(self) -> tuple[str, str]:
-        """Header text and diff, both without surrounding blank lines."""
+        """Header text, without the line `---` that ends it, and diff."""
         text = self.text.decode()
         start = re.search(r"^diff --git ", text, re.MULTILINE)
         if start is None:
             raise VendorError(f"{self.path}: no 'diff --git' line, so no change to apply")
-        return text[: start.start()].strip("\n"), text[start.start() :]
+        header = text[: start.start()].strip("\n").removesuffix("---").strip("\n")
+        return header, text[start.start() :]
 
 
 def default_cache() -> Path:
@@ -194,11 +195,12 @@ def explain_pip(pin: Pin, cache: Path, output: str) -> str:
         return disk_full(cache)
     if "No module named pip" in output:
         return f"{what}: this Python has no pip; run '{sys.executable} -m ensurepip' first"
-    unreachable = r"NewConnectionError|Max retries|ConnectionError|ConnectTimeout|ReadTimeout|Retrying \(|ProxyError|SSLError"
+    # With no retries pip says of a dead index only that it offers no version.
+    unreachable = r"from versions: none|NewConnectionError|Max retries|ConnectionError|ConnectTimeout|ReadTimeout|Retrying \(|ProxyError|SSLError"
     if re.search(unreachable, output):
         return (
-            f"{what}: the package index cannot be reached; check the network, or put {pin.sdist} "
-            f"into {cache} and run again"
+            f"{what}: the package index cannot be reached or lacks it; check the network and 'pip config list', "
+            f"or put {pin.sdist} into {cache} and run again"
         )
     errors = re.findall(r"^\s*(?:ERROR|error): (.+)", output, re.MULTILINE)
     return f"{what}: {errors[-1] if errors else 'pip failed'}; or put {pin.sdist} into {cache} and run again"
@@ -436,6 +438,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--print-dir", action="store_true", help="print the folder and nothing else")
     parser.add_argument("--cache", type=Path, metavar="DIR",
                         help=f"cache folder (default: {default_cache()}, see PYKVQ_CACHE_DIR)")
+    parser.add_argument("--patches", type=Path, metavar="DIR", default=PATCHES,
+                        help="folder of UPSTREAM, series and the patches (default: patches/)")
     parser.add_argument("--sync", type=Path, metavar="DIR", help="mirror the tree into DIR as well")
     parser.add_argument("--edit", type=Path, metavar="DIR", help="make a git work tree of the patches in DIR instead")
     arguments = parser.parse_args(argv)
@@ -446,10 +450,10 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         if arguments.edit:
-            edit_tree(arguments.edit, cache=arguments.cache, say=say)
+            edit_tree(arguments.edit, arguments.patches, arguments.cache, say)
             print(arguments.edit.absolute())
         else:
-            print(vendored_tree(cache=arguments.cache, sync_to=arguments.sync, say=say))
+            print(vendored_tree(arguments.patches, arguments.cache, arguments.sync, say))
     except VendorError as error:
         print(f"vendor.py: error: {error}", file=sys.stderr)
         return 2
