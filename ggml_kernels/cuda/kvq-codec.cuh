@@ -33,24 +33,45 @@ template <int BITS> __host__ __device__ constexpr uint32_t kvq_level_word(const 
     return w;
 }
 
-// Levels of the four codes in the nibbles of sel (bit 3 of a nibble is zero for 2- and 3-bit codes).
-template <int BITS, int BIAS> static __device__ __forceinline__ uint32_t kvq_lookup(const uint32_t sel) {
-    constexpr uint32_t t0 = kvq_level_word<BITS>(0, BIAS);
-    if constexpr (BITS == 2) {
-        return __byte_perm(t0, t0, sel);
-    } else {
-        constexpr uint32_t t1 = kvq_level_word<BITS>(4, BIAS);
-        if constexpr (BITS == 3) {
-            return __byte_perm(t0, t1, sel);
+// A constant that stays in a register: the compiler would reload a plain one before every use.
+static __device__ __forceinline__ uint32_t kvq_pin(const uint32_t value) {
+    uint32_t r;
+    asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(value));
+    return r;
+}
+
+// Level tables in registers, and the look-ups: the four codes of a look-up are the nibbles of sel's low half (bit 3 of a
+// nibble is zero for 2- and 3-bit codes).
+template <int BITS, int BIAS> struct kvq_tables {
+    static constexpr uint32_t t0 = kvq_level_word<BITS>(0, BIAS), t1 = kvq_level_word<BITS>(4, BIAS);
+    static constexpr uint32_t t2 = kvq_level_word<BITS>(8, BIAS), t3 = kvq_level_word<BITS>(12, BIAS);
+    uint32_t r0, r2, pick;
+
+    __device__ __forceinline__ kvq_tables() : r0(kvq_pin(t0)), r2(BITS == 4 ? kvq_pin(t2) : 0), pick(BITS == 4 ? kvq_pin(0x32103210u) : 0) {}
+
+    __device__ __forceinline__ uint32_t one(const uint32_t sel) const {
+        if constexpr (BITS == 2) {
+            return __byte_perm(r0, r0, sel);
+        } else if constexpr (BITS == 3) {
+            return __byte_perm(r0, t1, sel);
         } else {
-            constexpr uint32_t t2 = kvq_level_word<BITS>(8, BIAS);
-            constexpr uint32_t t3 = kvq_level_word<BITS>(12, BIAS);
-            const uint32_t low  = sel & 0x7777u;
-            const uint32_t pick = ((sel >> 1) & 0x4444u) | 0x3210u;
-            return __byte_perm(__byte_perm(t0, t1, low), __byte_perm(t2, t3, low), pick);
+            const uint32_t low = sel & 0x7777u;
+            return __byte_perm(__byte_perm(r0, t1, low), __byte_perm(r2, t3, low), ((sel >> 1) & 0x4444u) | pick);
         }
     }
-}
+    // both halves of sel
+    __device__ __forceinline__ void two(const uint32_t sel, uint32_t & a, uint32_t & b) const {
+        if constexpr (BITS == 4) {
+            const uint32_t low  = sel & 0x77777777u, high  = ((sel >> 1) & 0x44444444u) | pick;
+            const uint32_t low1 = low >> 16,         high1 = high >> 16;
+            a = __byte_perm(__byte_perm(r0, t1, low ), __byte_perm(r2, t3, low ), high );
+            b = __byte_perm(__byte_perm(r0, t1, low1), __byte_perm(r2, t3, low1), high1);
+        } else {
+            a = one(sel);
+            b = one(sel >> 16);
+        }
+    }
+};
 
 static __device__ __forceinline__ uint32_t kvq_bitsel(const uint32_t m, const uint32_t a, const uint32_t b) {
     return (a & m) | (b & ~m);
@@ -58,15 +79,16 @@ static __device__ __forceinline__ uint32_t kvq_bitsel(const uint32_t m, const ui
 
 // One unit of a row-major operand. 2 and 3 bits: r0 = (b0 k0, b0 k2, b1 k0, b1 k2), r1 = the same of k1 and k3, where
 // byte b of the plane holds coordinates k*(N/4) + b. hi: high-bit plane of the unit's two bytes, shifted to bit 2k.
-template <int BITS, int BIAS> static __device__ __forceinline__ void kvq_unit_pair(const uint32_t lo, const uint32_t hi, uint32_t & r0, uint32_t & r1) {
+template <int BITS, int BIAS> static __device__ __forceinline__ void kvq_unit_pair(
+        const kvq_tables<BITS, BIAS> & table, const uint32_t lo, const uint32_t hi, uint32_t & r0, uint32_t & r1) {
     if constexpr (BITS == 2) {
-        r0 = kvq_lookup<2, BIAS>(lo & 0x3333u);
-        r1 = kvq_lookup<2, BIAS>((lo >> 2) & 0x3333u);
+        r0 = table.one(lo & 0x3333u);
+        r1 = table.one((lo >> 2) & 0x3333u);
     } else {
         static_assert(BITS == 3, "4-bit units hold one register");
         const uint32_t h = hi & 0x5555u;
-        r0 = kvq_lookup<3, BIAS>(kvq_bitsel(0x33333333u, lo, h << 2));
-        r1 = kvq_lookup<3, BIAS>(kvq_bitsel(0x33333333u, lo >> 2, h));
+        r0 = table.one(kvq_bitsel(0x33333333u, lo, h << 2));
+        r1 = table.one(kvq_bitsel(0x33333333u, lo >> 2, h));
     }
 }
 

@@ -8,12 +8,16 @@
 template <int KB, int VB, int DK, int DV, int NK, int NV, int VP, int TILE, int STAGES, int BLOCKS>
 static kvq_decode_entry kvq_decode_make() {
     using S = kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS>;
-    return { kvq_decode<KB, VB, S>, TILE, STAGES, VP, S::q_bytes, BLOCKS };
+    return { kvq_decode<KB, VB, S, false>, nullptr, TILE, STAGES, VP, S::q_bytes, BLOCKS };
 }
 
 template <int KB, int VB, int D> static kvq_decode_entry kvq_decode_small() {
-    constexpr int tile = KB + VB > 6 ? 32 : 64, stages = KB + VB > 4 && KB + VB <= 6 ? 2 : 3;
-    return kvq_decode_make<KB, VB, D, D, D, D, 1, tile, stages, 2>();
+    constexpr int tile = KB + VB > 4 ? 32 : 64, stages = KB + VB > 4 && KB + VB <= 6 ? 3 : 2;
+    kvq_decode_entry e = kvq_decode_make<KB, VB, D, D, D, D, 1, tile, stages, 2>();
+    if constexpr (D == 64 || D == 128) {
+        e.linear = kvq_decode<KB, VB, kvq_decode_shape<D, D, D, D, 1, tile, stages, 2>, true>;
+    }
+    return e;
 }
 
 // every head size, for one family in both K and V

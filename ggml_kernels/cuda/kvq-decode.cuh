@@ -20,10 +20,6 @@ template <int DK_, int DV_, int NK_, int NV_, int VP_, int TILE_, int STAGES_, i
     static constexpr int q_bytes  = k_blocks*k_steps*32*16;     // query fragments of one row group
 };
 
-// as a float, x has x - 12582912 in its integer bits: adds int -> float conversion to the accumulator for free
-static constexpr int   KVQ_MAGIC_I = 0x4B400000;
-static constexpr float KVQ_MAGIC_F = 12582912.0f;
-
 #ifdef KVQ_AMPERE
 // coordinate i of a block of the K type -> byte in the fragments of 32-value products, without the row
 template <int KB, int N> static __device__ __forceinline__ int kvq_query_slot(const int i) {
@@ -44,53 +40,71 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
         ((uint4 *) frags)[i] = make_uint4(0, 0, 0, 0);
     }
     __syncwarp();
-    for (int r = 0; r < 8; ++r) {
-        const int row = group*8 + r;
-        if (row >= a.gqa*a.n_tok) {
-            if (lane == 0) {
-                row_scale[r] = 0.0f;
+    // four rows at a time: their loads and their butterflies overlap
+    for (int r0 = 0; r0 < 8; r0 += 4) {
+        float x[4][S::k_blocks][R];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int row = group*8 + r0 + r;
+            const bool valid = row < a.gqa*a.n_tok;
+            const int tok = valid ? row/a.gqa : 0, head = head_kv*a.gqa + (valid ? row % a.gqa : 0);
+            const float * q = (const float *) (a.q + seq*a.nbq3 + tok*a.nbq1 + head*a.nbq2);
+#pragma unroll
+            for (int b = 0; b < S::k_blocks; ++b) {
+#pragma unroll
+                for (int j = 0; j < R; ++j) {
+                    x[r][b][j] = valid && j*32 + lane < S::NK ? q[b*S::NK + j*32 + lane] : 0.0f;
+                }
+            }
+        }
+        if (group*8 + r0 >= a.gqa*a.n_tok) {
+            if (lane < 4) {
+                row_scale[r0 + lane] = 0.0f;
             }
             continue;
         }
-        const int tok = row/a.gqa, head = head_kv*a.gqa + row % a.gqa;
-        const float * q = (const float *) (a.q + seq*a.nbq3 + tok*a.nbq1 + head*a.nbq2);
-        float x[S::k_blocks][R];
-        float amax = 0.0f;
+        float amax[4];
 #pragma unroll
-        for (int b = 0; b < S::k_blocks; ++b) {
+        for (int r = 0; r < 4; ++r) {
+            amax[r] = 0.0f;
 #pragma unroll
-            for (int j = 0; j < R; ++j) {
-                x[b][j] = j*32 + lane < S::NK ? q[b*S::NK + j*32 + lane] : 0.0f;
-            }
-            kvq_apply_signs<S::NK>(x[b], lane);
-            kvq_hadamard_warp<S::NK, false>(x[b], buf, lane);
+            for (int b = 0; b < S::k_blocks; ++b) {
+                kvq_apply_signs<S::NK>(x[r][b], lane);
+                kvq_hadamard_warp<S::NK, false>(x[r][b], buf, lane);
 #pragma unroll
-            for (int j = 0; j < R; ++j) {
-                amax = fmaxf(amax, fabsf(x[b][j]));
+                for (int j = 0; j < R; ++j) {
+                    amax[r] = fmaxf(amax[r], fabsf(x[r][b][j]));
+                }
             }
         }
 #pragma unroll
         for (int h = 16; h > 0; h /= 2) {
-            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, h));
-        }
-        const float id = amax > 0.0f ? 32512.0f/amax : 0.0f;
 #pragma unroll
-        for (int b = 0; b < S::k_blocks; ++b) {
-#pragma unroll
-            for (int j = 0; j < R; ++j) {
-                const int i = j*32 + lane;
-                if (i < S::NK) {
-                    const int v = __float2int_rn(x[b][j]*id);
-                    const int hi = (v + 128) >> 8;
-                    char * at = frags + b*S::k_steps*32*16 + r*4*16 + kvq_query_slot<KB, S::NK>(i);
-                    at[0] = (char) hi;
-                    at[4] = (char) (v - 256*hi);
-                }
+            for (int r = 0; r < 4; ++r) {
+                amax[r] = fmaxf(amax[r], __shfl_xor_sync(0xFFFFFFFFu, amax[r], h));
             }
         }
-        if (lane == 0) {
-            // undo the fixed point, the rotation's sqrt(n), the level table's scale, and apply the attention scale
-            row_scale[r] = amax/32512.0f*rsqrtf(float(S::NK))*(a.scale/kvq_scale_of<KB>());
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const float id = amax[r] > 0.0f ? 32512.0f/amax[r] : 0.0f;
+#pragma unroll
+            for (int b = 0; b < S::k_blocks; ++b) {
+#pragma unroll
+                for (int j = 0; j < R; ++j) {
+                    const int i = j*32 + lane;
+                    if (i < S::NK) {
+                        const int v = __float2int_rn(x[r][b][j]*id);
+                        const int hi = (v + 128) >> 8;
+                        char * at = frags + b*S::k_steps*32*16 + (r0 + r)*4*16 + kvq_query_slot<KB, S::NK>(i);
+                        at[0] = (char) hi;
+                        at[4] = (char) (v - 256*hi);
+                    }
+                }
+            }
+            if (lane == 0) {
+                // undo the fixed point, the rotation's sqrt(n), the level table's scale, and apply the attention scale
+                row_scale[r0 + r] = amax[r]/32512.0f*rsqrtf(float(S::NK))*(a.scale/kvq_scale_of<KB>());
+            }
         }
     }
 }
@@ -106,41 +120,34 @@ template <int VB> static __device__ __forceinline__ void kvq_split_tokens(const 
     high = kvq_bitsel(0x0F0F0F0Fu, a >> 4, b);
 }
 
-template <int VB> static __device__ __forceinline__ void kvq_value_frags(const uint32_t (&h)[4], const uint32_t (&hi)[4], uint32_t * f) {
+template <int VB> static __device__ __forceinline__ void kvq_value_frags(
+        const kvq_tables<VB, 0> & table, const uint32_t (&h)[4], const uint32_t (&hi)[4], uint32_t * f) {
     uint32_t low, high;
     kvq_split_tokens<VB>(h, low, high);
     if constexpr (VB == 4) {
-        f[0] = kvq_lookup<4, 0>(low);
-        f[1] = kvq_lookup<4, 0>(high);
-        f[2] = kvq_lookup<4, 0>(low >> 16);
-        f[3] = kvq_lookup<4, 0>(high >> 16);
+        table.two(low,  f[0], f[2]);
+        table.two(high, f[1], f[3]);
+    } else if constexpr (VB == 2) {
+        table.two( low        & 0x33333333u, f[0], f[4]);
+        table.two((low  >> 2) & 0x33333333u, f[1], f[5]);
+        table.two( high       & 0x33333333u, f[2], f[6]);
+        table.two((high >> 2) & 0x33333333u, f[3], f[7]);
     } else {
-        uint32_t sel[4];
-        if constexpr (VB == 2) {
-            sel[0] = low  & 0x33333333u;
-            sel[1] = (low  >> 2) & 0x33333333u;
-            sel[2] = high & 0x33333333u;
-            sel[3] = (high >> 2) & 0x33333333u;
-        } else {
-            uint32_t hl, hh;
-            kvq_split_tokens<3>(hi, hl, hh);
-            hl &= 0x55555555u;
-            hh &= 0x55555555u;
-            sel[0] = kvq_bitsel(0x33333333u, low, hl << 2);
-            sel[1] = kvq_bitsel(0x33333333u, low >> 2, hl);
-            sel[2] = kvq_bitsel(0x33333333u, high, hh << 2);
-            sel[3] = kvq_bitsel(0x33333333u, high >> 2, hh);
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            f[k]     = kvq_lookup<VB, 0>(sel[k]);
-            f[4 + k] = kvq_lookup<VB, 0>(sel[k] >> 16);
-        }
+        uint32_t hl, hh;
+        kvq_split_tokens<3>(hi, hl, hh);
+        hl &= 0x55555555u;
+        hh &= 0x55555555u;
+        table.two(kvq_bitsel(0x33333333u, low,       hl << 2), f[0], f[4]);
+        table.two(kvq_bitsel(0x33333333u, low  >> 2, hl),      f[1], f[5]);
+        table.two(kvq_bitsel(0x33333333u, high,      hh << 2), f[2], f[6]);
+        table.two(kvq_bitsel(0x33333333u, high >> 2, hh),      f[3], f[7]);
     }
 }
 #endif // KVQ_AMPERE
 
-template <int KB, int VB, typename S>
+// LINEAR: the usual case that a block takes all 8 KV heads of packed, 16-byte aligned rows; strides are constants then
+// and a tile is one run of bytes.
+template <int KB, int VB, typename S, bool LINEAR>
 static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid_constant__ kvq_fattn_args a) {
 #ifdef KVQ_AMPERE
     constexpr int T = S::TILE, NJ = T/8;
@@ -153,26 +160,33 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
     const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
     const int tid = warp*32 + lane, n_threads = blockDim.y*32;
 
+    constexpr int K_SLICE = S::k_blocks*BK::bytes, V_SLICE = S::v_blocks*S::VP*BV::bytes;
+    const int heads = LINEAR ? 8 : a.heads, row_groups = LINEAR ? 1 : a.row_groups, slices = LINEAR ? 1 : a.slices;
+    const int k_stride = LINEAR ? 8*K_SLICE : a.k.stride;
+    const int v_stride = LINEAR ? 8*V_SLICE : a.v_is_k ? a.k.stride : a.v.stride;
+    const int k_head = LINEAR ? K_SLICE : int(a.k.nb2), v_head = LINEAR ? V_SLICE : int(a.v.nb2);
+    const bool v_is_k = !LINEAR && a.v_is_k;
+
     int role = warp;
-    const int h  = role % a.heads;      role /= a.heads;
-    const int rg = role % a.row_groups; role /= a.row_groups;
+    const int h  = role % heads;      role /= heads;
+    const int rg = role % row_groups; role /= row_groups;
     const int vp = role % S::VP;
     const int sl = role / S::VP;
-    const int head_blocks = a.n_head_kv/a.heads;
-    const int head0 = (blockIdx.y % head_blocks)*a.heads;
-    const int group = (blockIdx.y/head_blocks)*a.row_groups + rg;
+    const int head_blocks = LINEAR ? 1 : a.n_head_kv/heads;
+    const int head0 = (blockIdx.y % head_blocks)*heads;
+    const int group = (blockIdx.y/head_blocks)*row_groups + rg;
     const int seq = blockIdx.z, split = blockIdx.x;
     const int n_rows = a.gqa*a.n_tok;
 
-    const int tile_tokens = T*a.slices;
+    const int tile_tokens = T*slices;
     const int n_tiles = (a.n_kv + tile_tokens - 1)/tile_tokens;
     const int tile0 = int(int64_t(split)*n_tiles/a.n_split), tile1 = int(int64_t(split + 1)*n_tiles/a.n_split);
 
     extern __shared__ __align__(16) char smem[];
     char  * q_frags   = smem;                                                    // [heads*row_groups][q_bytes]
-    float * row_scale = (float *) (q_frags + a.heads*a.row_groups*S::q_bytes);   // [heads*row_groups][8]
-    char  * ring      = (char *) (row_scale + ((a.heads*a.row_groups*8 + 3) & ~3));
-    const int k_bytes = tile_tokens*a.k.stride, v_bytes = a.v_is_k ? 0 : tile_tokens*a.v.stride;
+    float * row_scale = (float *) (q_frags + heads*row_groups*S::q_bytes);   // [heads*row_groups][8]
+    char  * ring      = (char *) (row_scale + ((heads*row_groups*8 + 3) & ~3));
+    const int k_bytes = tile_tokens*k_stride, v_bytes = v_is_k ? 0 : tile_tokens*v_stride;
     const uint32_t ring_s = kvq_shared(ring);
 
     const char * k_first = a.k.data + seq*a.k.nb3 + head0*a.k.nb2;
@@ -182,18 +196,29 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
         if (tile < tile1) {
             const uint32_t at = ring_s + uint32_t((tile - tile0) % S::STAGES)*(k_bytes + v_bytes);
             const int token = tile*tile_tokens;
-            if (a.linear && token + tile_tokens <= a.n_kv) {
-                const char * ks = k_first + token*a.k.nb1;
-                for (int i = tid*16; i < k_bytes; i += n_threads*16) {
-                    kvq_cp_async<16>(at + i, ks + i);
+            if constexpr (LINEAR) {
+                // past the end come zeros
+                const char * ks = k_first + int64_t(token)*k_stride;
+                const int k_left = min(a.n_kv - token, T)*k_stride;
+#pragma unroll
+                for (int i0 = 0; i0 < T*8*K_SLICE; i0 += 256*16) {
+                    const int i = i0 + tid*16;
+                    if (i0 + 256*16 <= T*8*K_SLICE || i < T*8*K_SLICE) {
+                        kvq_cp_async<16>(at + i, ks + i, i < k_left);
+                    }
                 }
-                const char * vs = v_first + token*a.v.nb1;
-                for (int i = tid*16; i < v_bytes; i += n_threads*16) {
-                    kvq_cp_async<16>(at + k_bytes + i, vs + i);
+                const char * vs = v_first + int64_t(token)*v_stride;
+                const int v_left = min(a.n_kv - token, T)*v_stride;
+#pragma unroll
+                for (int i0 = 0; i0 < T*8*V_SLICE; i0 += 256*16) {
+                    const int i = i0 + tid*16;
+                    if (i0 + 256*16 <= T*8*V_SLICE || i < T*8*V_SLICE) {
+                        kvq_cp_async<16>(at + T*8*K_SLICE + i, vs + i, i < v_left);
+                    }
                 }
             } else {
                 kvq_copy_window(a.k, k_first, at, token, tile_tokens, a.n_kv, tid, n_threads);
-                if (!a.v_is_k) {
+                if (!v_is_k) {
                     kvq_copy_window(a.v, v_first, at + k_bytes, token, tile_tokens, a.n_kv, tid, n_threads);
                 }
             }
@@ -208,13 +233,13 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
     }
     if (vp == 0 && sl == 0) {
         // the last stage of the ring is still free: scratch for rotations that need shared memory
-        float * buf = (float *) (ring + (S::STAGES - 1)*(k_bytes + v_bytes)) + (h + rg*a.heads)*128;
-        kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + (h + rg*a.heads)*S::q_bytes, row_scale + (h + rg*a.heads)*8, buf, lane);
+        float * buf = (float *) (ring + (S::STAGES - 1)*(k_bytes + v_bytes)) + (h + rg*heads)*128;
+        kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + (h + rg*heads)*S::q_bytes, row_scale + (h + rg*heads)*8, buf, lane);
     }
     __syncthreads();
 
-    const char * my_q = q_frags + (h + rg*a.heads)*S::q_bytes + lane*16;
-    const float q_scale = row_scale[(h + rg*a.heads)*8 + g];
+    const char * my_q = q_frags + (h + rg*heads)*S::q_bytes + lane*16;
+    const float q_scale = row_scale[(h + rg*heads)*8 + g];
     const int row = group*8 + g;
     const bool row_valid = row < n_rows;
     const int tok_q  = row_valid ? row/a.gqa : 0;
@@ -224,15 +249,17 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
     const float logit_scale = q_scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E);
 
     // where a token's slice begins in its window row: the copy starts at an address aligned down to its granularity
-    const int k_phase = int((uintptr_t) k_first & (a.k.gran - 1)), v_phase = int((uintptr_t) v_first & (a.v.gran - 1));
-    const int k_odd = int(a.k.nb1 & 3), v_odd = int(a.v.nb1 & 3);
-    const int k_shift = (k_phase + (g & 1)*k_odd) & (a.k.gran - 1);
-    const int v_shift0 = v_phase, v_shift1 = (v_phase + v_odd) & (a.v.gran - 1);
-    const int k_scale_shift0 = k_phase, k_scale_shift1 = (k_phase + k_odd) & (a.k.gran - 1);
-    const int k_at = (sl*T + g)*a.k.stride + k_shift + int(h*a.k.nb2) + 2*t;
-    const int ks_at = (sl*T + 2*t)*a.k.stride + int(h*a.k.nb2) + BK::scale_off;
-    const int v_stride = a.v_is_k ? a.k.stride : a.v.stride;
-    const int v_at = (sl*T + 2*t)*v_stride + int(h*a.v.nb2) + vp*S::v_blocks*BV::bytes;
+    auto shift_of = [&](const kvq_operand & o, const char * first, const int odd) {
+        return LINEAR ? 0 : int((uintptr_t) first + odd*(o.nb1 & 3)) & (o.gran - 1);
+    };
+    const int k_shift0 = shift_of(a.k, k_first, 0), k_shift1 = shift_of(a.k, k_first, 1);
+    const int v_shift0 = v_is_k ? k_shift0 : shift_of(a.v, v_first, 0), v_shift1 = v_is_k ? k_shift1 : shift_of(a.v, v_first, 1);
+    const int k_at  = (sl*T + g)*k_stride + ((g & 1) ? k_shift1 : k_shift0) + h*k_head + 2*t;
+    const int ks_at = (sl*T + 2*t)*k_stride + h*k_head + BK::scale_off;
+    const int v_at  = (sl*T + 2*t)*v_stride + h*v_head + vp*S::v_blocks*BV::bytes;
+
+    const kvq_tables<KB, 0> k_table;
+    const kvq_tables<VB, 0> v_table;
 
     float o[OUT][2];
 #pragma unroll
@@ -247,7 +274,7 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
         fetch(tile + S::STAGES - 1);
 
         const char * kt = ring + ((tile - tile0) % S::STAGES)*(k_bytes + v_bytes);
-        const char * vt = a.v_is_k ? kt : kt + k_bytes;
+        const char * vt = v_is_k ? kt : kt + k_bytes;
         const int token = tile*tile_tokens + sl*T;
 
         // mask of this row's token, two KV tokens a word
@@ -266,14 +293,17 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
                 mk[j] = lo | (hi << 16);
             }
         }
-        bool seen = false;
+        uint32_t all_hidden = 0xFC00FC00u, any_bits = 0;
 #pragma unroll
         for (int j = 0; j < NJ; ++j) {
-            seen = seen || mk[j] != 0xFC00FC00u;
+            all_hidden &= mk[j];
+            any_bits   |= mk[j];
         }
-        if (!__any_sync(0xFFFFFFFFu, seen)) {
+        // both tests are exact: minus infinity has no other bits set that "or" could add
+        if (__all_sync(0xFFFFFFFFu, all_hidden == 0xFC00FC00u && any_bits == 0xFC00FC00u)) {
             continue;
         }
+        const bool masked = __any_sync(0xFFFFFFFFu, any_bits != 0);
 
         // logits: p[j][e] of row g and tokens 8j + 2t + e
         float p[NJ][2];
@@ -282,21 +312,21 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
             int c[NJ][4];
 #pragma unroll
             for (int j = 0; j < NJ; ++j) {
-                c[j][0] = c[j][1] = c[j][2] = c[j][3] = KVQ_MAGIC_I;
+                c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
             }
 #pragma unroll
             for (int s = 0; s < S::k_steps; ++s) {
                 const uint4 qa = *(const uint4 *) (my_q + (b*S::k_steps + s)*32*16);
 #pragma unroll
                 for (int j = 0; j < NJ; ++j) {
-                    const char * at = kt + k_at + 8*j*a.k.stride + b*BK::bytes;
+                    const char * at = kt + k_at + 8*j*k_stride + b*BK::bytes;
                     uint32_t b0, b1;
                     if constexpr (KB == 4) {
-                        b0 = kvq_lookup<4, 0>(kvq_ld16(at + 16*s));
-                        b1 = kvq_lookup<4, 0>(kvq_ld16(at + 16*s + 8));
+                        b0 = k_table.one(kvq_ld16(at + 16*s));
+                        b1 = k_table.one(kvq_ld16(at + 16*s + 8));
                     } else {
                         const uint32_t hi = KB == 3 ? kvq_hi16<S::NK>(at - 2*t, 4*s + t) : 0u;
-                        kvq_unit_pair<KB, 0>(kvq_ld16(at + 8*s), hi, b0, b1);
+                        kvq_unit_pair(k_table, kvq_ld16(at + 8*s), hi, b0, b1);
                     }
                     kvq_mma_s8(c[j], qa, b0, b1);
                 }
@@ -305,30 +335,44 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
             for (int j = 0; j < NJ; ++j) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const float d = kvq_ld_half(kt + ks_at + (8*j + e)*a.k.stride + (e ? k_scale_shift1 : k_scale_shift0) + b*BK::bytes);
-                    const float x = fmaf(__int_as_float(c[j][e]) - KVQ_MAGIC_F, 256.0f, __int_as_float(c[j][2 + e]) - KVQ_MAGIC_F);
-                    p[j][e] = b == 0 ? x*d : fmaf(x, d, p[j][e]);
+                    const float d = kvq_ld_half(kt + ks_at + (8*j + e)*k_stride + (e ? k_shift1 : k_shift0) + b*BK::bytes);
+                    const float x = float(c[j][e]*256 + c[j][2 + e]);
+                    const float ds = d*logit_scale;
+                    p[j][e] = b == 0 ? x*ds : fmaf(x, ds, p[j][e]);
                 }
+            }
+        }
+        if (a.softcap != 0.0f) {
+#pragma unroll
+            for (int j = 0; j < NJ; ++j) {
+                p[j][0] = a.softcap*KVQ_LOG2E*tanhf(p[j][0]);
+                p[j][1] = a.softcap*KVQ_LOG2E*tanhf(p[j][1]);
+            }
+        }
+        if (masked) {
+#pragma unroll
+            for (int j = 0; j < NJ; ++j) {
+                const float2 mf = __half22float2(*(const __half2 *) &mk[j]);
+                p[j][0] = fmaf(slope, mf.x, p[j][0]);
+                p[j][1] = fmaf(slope, mf.y, p[j][1]);
             }
         }
         float tile_max = -INFINITY;
 #pragma unroll
         for (int j = 0; j < NJ; ++j) {
-            const float2 mf = __half22float2(*(const __half2 *) &mk[j]);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float x = p[j][e]*logit_scale;
-                if (a.softcap != 0.0f) {
-                    x = a.softcap*KVQ_LOG2E*tanhf(x);
-                }
-                p[j][e] = fmaf(slope, e ? mf.y : mf.x, x);
-                tile_max = fmaxf(tile_max, p[j][e]);
-            }
+            tile_max = fmaxf(tile_max, fmaxf(p[j][0], p[j][1]));
         }
         tile_max = fmaxf(tile_max, __shfl_xor_sync(0xFFFFFFFFu, tile_max, 1));
         tile_max = fmaxf(tile_max, __shfl_xor_sync(0xFFFFFFFFu, tile_max, 2));
         const float m_new = fmaxf(m, tile_max);
         const float decay = kvq_exp2(m - m_new);
+        if (__any_sync(0xFFFFFFFFu, m_new != m)) {
+#pragma unroll
+            for (int i = 0; i < OUT; ++i) {
+                o[i][0] *= decay;
+                o[i][1] *= decay;
+            }
+        }
         m = m_new;
         float sum = 0.0f;
 #pragma unroll
@@ -379,7 +423,7 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
                 int c[VU][4];
 #pragma unroll
                 for (int i = 0; i < VU; ++i) {
-                    c[i][0] = c[i][1] = c[i][2] = c[i][3] = KVQ_MAGIC_I;
+                    c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0;
                 }
 #pragma unroll
                 for (int s = 0; s < T/32; ++s) {
@@ -393,7 +437,7 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
                             lo[n] = kvq_ld16(at + 2*(g + 8*qu));
                             hi[n] = VB == 3 ? kvq_hi16<S::NV>(at, g + 8*qu) : 0u;
                         }
-                        kvq_value_frags<VB>(lo, hi, f[i]);
+                        kvq_value_frags<VB>(v_table, lo, hi, f[i]);
                     }
 #pragma unroll
                     for (int i = 0; i < VU; ++i) {
@@ -404,9 +448,8 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
                 for (int i = 0; i < VU; ++i) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const float y = fmaf(__int_as_float(c[i][e]) - KVQ_MAGIC_F, 256.0f, __int_as_float(c[i][2 + e]) - KVQ_MAGIC_F);
                         float & acc = o[(b*QU + qu)*VU + i][e];
-                        acc = fmaf(acc, decay, y*from_fixed);
+                        acc = fmaf(float(c[i][e]*256 + c[i][2 + e]), from_fixed, acc);
                     }
                 }
             }
@@ -419,7 +462,7 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
     if (!row_valid) {
         return;
     }
-    const int64_t part = ((int64_t(seq)*a.n_tok + tok_q)*a.n_head + head_q)*a.n_part + split*a.slices + sl;
+    const int64_t part = ((int64_t(seq)*a.n_tok + tok_q)*a.n_head + head_q)*a.n_part + split*slices + sl;
     if (vp == 0 && t == 0) {
         a.meta[part] = make_float2(m, l);
     }

@@ -40,7 +40,6 @@ struct kvq_fattn_args {
     uint32_t n_head_log2;
     int     n_split, n_part;    // blocks, and partial results, along the context
     int     heads, row_groups, slices;      // decode: what the warps of one block divide among themselves
-    bool    linear;             // decode: the window is the whole row, so a tile is one run of bytes
     bool    v_is_k;             // V is the head of K's slice (MLA)
 };
 

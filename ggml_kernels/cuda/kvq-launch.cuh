@@ -17,7 +17,7 @@ struct kvq_launch {
 
 // one compiled shape of the decode kernel
 struct kvq_decode_entry {
-    kvq_fattn_kernel kernel;
+    kvq_fattn_kernel kernel, linear;        // linear: for 8 KV heads in packed, aligned rows; may be null
     int tile, stages, v_parts, q_bytes, blocks;
 };
 
@@ -108,9 +108,11 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
         a.slices--;
     }
     out.smem = smem_of(a.heads, a.slices);
-    a.linear = a.k.gran == 16 && a.v.gran == 16 && a.k.stride == a.k.nb1 && (a.v_is_k || a.v.stride == a.v.nb1) &&
-        a.heads == a.n_head_kv && a.k.nb2*a.heads == a.k.nb1 && (a.v_is_k || a.v.nb2*a.heads == a.v.nb1) &&
-        (uintptr_t) a.k.data % 16 == 0 && (uintptr_t) a.v.data % 16 == 0;
+    auto run_of_rows = [&](const kvq_operand & o) {
+        return o.nb2 == o.bytes && o.nb1 == 8*o.bytes && o.nb3 % 16 == 0 && (uintptr_t) o.data % 16 == 0;
+    };
+    const bool linear = e.linear && !a.v_is_k && a.heads == 8 && a.n_head_kv == 8 && a.row_groups == 1 && a.slices == 1 &&
+        run_of_rows(a.k) && run_of_rows(a.v);
 
     const int y = a.n_head_kv/a.heads*((groups + a.row_groups - 1)/a.row_groups);
     const int per_tile = e.tile*a.slices;
@@ -121,7 +123,7 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
     const int each = (tiles + want - 1)/want;
     a.n_split = (tiles + each - 1)/each;
     a.n_part = a.n_split*a.slices;
-    out.kernel = e.kernel;
+    out.kernel = linear ? e.linear : e.kernel;
     out.grid   = dim3(a.n_split, y, a.n_seq);
     out.block  = dim3(32, a.heads*a.row_groups*e.v_parts*a.slices, 1);
     return true;
@@ -136,24 +138,26 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
             return false;
         }
         out.smem = e.fixed_bytes + size_t(2)*e.tile*(a.k.stride + (a.v_is_k ? 0 : a.v.stride)) + 128;
-        if (out.smem > dev.smem_block) {
+        const bool last = kvq_find_prefill(dk, dv, a.v_is_k, i + 1).kernel == nullptr;
+        if (out.smem > dev.smem_block || (!last && e.rows >= 2*a.gqa*a.n_tok)) {
             continue;
         }
         const int x = (a.gqa*a.n_tok + e.rows - 1)/e.rows, y = a.n_head_kv*e.v_parts;
         const int tiles = (a.n_kv + e.tile - 1)/e.tile;
-        // fewest tile steps of the busiest multiprocessor; a split costs about two steps of its own
+        // fewest tile steps of the busiest multiprocessor, a split costs about two steps of its own; the partial
+        // results stay below 128 MiB
+        const int64_t part_bytes = int64_t(a.n_seq)*a.n_tok*a.n_head*dv*4;
         int64_t best = INT64_MAX;
         a.n_split = 1;
-        for (int s = 1; s <= tiles && s <= 2*dev.n_sm; ++s) {
+        for (int s = 1; s <= tiles && s <= 2*dev.n_sm && (s == 1 || s*part_bytes <= (int64_t(128) << 20)); ++s) {
             const int64_t waves = (int64_t(x)*y*a.n_seq*s + dev.n_sm - 1)/dev.n_sm;
-            const int64_t cost = waves*((tiles + s - 1)/s + 2);
-            if (cost < best) {
+            const int64_t cost = 100*waves*((tiles + s - 1)/s + 2);
+            if (s == 1 || cost < best - best/32) {
                 best = cost;
                 a.n_split = s;
             }
         }
         a.n_part = a.n_split;
-        a.linear = false;
         a.heads = a.row_groups = a.slices = 1;
         out.kernel = e.kernel;
         out.grid   = dim3(x, y, a.n_seq*a.n_split);

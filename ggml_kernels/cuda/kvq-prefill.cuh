@@ -23,61 +23,78 @@ template <uint32_t SEL> static __device__ __forceinline__ __half2 kvq_two_levels
     return __hmul2(__hsub2(*(const __half2 *) &w, __floats2half2_rn(1152.0f, 1152.0f)), d);
 }
 
-// Dequantises TILE token rows of D values, the first at byte offset `skip` of a row's slice, into halves of row stride
-// D + 8. shift0, shift1: where the slice of even and odd tokens begins in its window row.
-template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_tile(
-        const int store, const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
-    constexpr int SD = D + 8;
-    // neighbouring groups of lanes take tokens four apart: their stores fall into different banks
-    auto spread = [](const int tok) { return (tok & ~5) | ((tok & 1) << 2) | ((tok >> 2) & 1); };
-    auto row_of = [&](const int tok) { return raw + tok*stride + ((tok & 1) ? shift1 : shift0); };
+// What a tile's halves must be multiplied by: levels go in as level*d/32, which keeps the scale exact.
+static __device__ __forceinline__ float kvq_tile_factor(const int store) {
+    return store == 2 ? 32.0f/kvq_scale_of<2>() : store == 3 ? 32.0f/kvq_scale_of<3>() : store == 4 ? 32.0f/kvq_scale_of<4>() : 1.0f;
+}
 
-    if (store == KVQ_STORE_TURBO2 || store == KVQ_STORE_TURBO3) {
-        constexpr int U = N/8, ITEMS = TILE*(D/N)*U;
-        const float unit = store == KVQ_STORE_TURBO2 ? 1.0f/kvq_scale_of<2>() : 1.0f/kvq_scale_of<3>();
-        const int bytes  = store == KVQ_STORE_TURBO2 ? kvq_block<2, N>::bytes : kvq_block<3, N>::bytes;
-#pragma unroll
-        for (int i0 = 0; i0 < ITEMS; i0 += THREADS) {
-            const int i = i0 + tid;
-            if (ITEMS % THREADS != 0 && i >= ITEMS) {
-                break;
-            }
-            const int u = i % U, tok = spread((i/U) % TILE), b = i/(U*TILE);
-            const char * block = row_of(tok) + b*bytes;
-            const __half2 d = __float2half2_rn(kvq_ld_half(block + bytes - 2)*unit);
+// Dequantises TILE token rows of D values into halves of row stride D + 8. shift0, shift1: where the slice of even and
+// odd tokens begins in its window row.
+template <int BITS, int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_turbo(
+        const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
+    constexpr int SD = D + 8, BLOCKS = D/N;
+    using B = kvq_block<BITS, N>;
+    constexpr int U = B::units, ROWS = THREADS/U;
+    constexpr bool REGULAR = THREADS % U == 0 && ROWS % 8 == 0 && (TILE % ROWS == 0 || ROWS % TILE == 0);
+    const kvq_tables<BITS, 128> table;
+    auto item = [&](const int u, const int tok, const int b) {
+        const char * block = raw + tok*stride + ((tok & 1) ? shift1 : shift0) + b*B::bytes;
+        const __half2 d = __float2half2_rn(kvq_ld_half(block + B::scale_off)*0.03125f);
+        __half * out = tile + tok*SD + b*N + 2*u;
+        if constexpr (BITS == 4) {
+            const uint32_t r = table.one(kvq_ld16(block + 2*u));
+            *(__half2 *) (out      ) = kvq_two_levels<0x4240>(r, d);
+            *(__half2 *) (out + N/2) = kvq_two_levels<0x4341>(r, d);
+        } else {
             uint32_t r0, r1;
-            if (store == KVQ_STORE_TURBO2) {
-                kvq_unit_pair<2, 128>(kvq_ld16(block + 2*u), 0, r0, r1);
-            } else {
-                kvq_unit_pair<3, 128>(kvq_ld16(block + 2*u), kvq_hi16<N>(block, u), r0, r1);
-            }
-            __half * out = tile + tok*SD + b*N + 2*u;
+            kvq_unit_pair(table, kvq_ld16(block + 2*u), BITS == 3 ? kvq_hi16<N>(block, u) : 0u, r0, r1);
             *(__half2 *) (out          ) = kvq_two_levels<0x4240>(r0, d);
             *(__half2 *) (out +   N/4  ) = kvq_two_levels<0x4240>(r1, d);
             *(__half2 *) (out + 2*(N/4)) = kvq_two_levels<0x4341>(r0, d);
             *(__half2 *) (out + 3*(N/4)) = kvq_two_levels<0x4341>(r1, d);
         }
-    } else if (store == KVQ_STORE_TURBO4) {
-        constexpr int U = N/4, ITEMS = TILE*(D/N)*U;
-        using B = kvq_block<4, N>;
+    };
+    if constexpr (REGULAR) {
+        // neighbouring groups of lanes take tokens four apart: their stores fall into different banks
+        const int u = tid % U, r = tid/U, row = (r & ~5) | ((r & 1) << 2) | ((r >> 2) & 1);
+        if constexpr (ROWS <= TILE) {
 #pragma unroll
-        for (int i0 = 0; i0 < ITEMS; i0 += THREADS) {
-            const int i = i0 + tid;
-            if (ITEMS % THREADS != 0 && i >= ITEMS) {
-                break;
+            for (int b = 0; b < BLOCKS; ++b) {
+#pragma unroll
+                for (int tok = 0; tok < TILE; tok += ROWS) {
+                    item(u, tok + row, b);
+                }
             }
-            const int u = i % U, tok = spread((i/U) % TILE), b = i/(U*TILE);
-            const char * block = row_of(tok) + b*B::bytes;
-            const __half2 d = __float2half2_rn(kvq_ld_half(block + B::scale_off)*(1.0f/kvq_scale_of<4>()));
-            const uint32_t r = kvq_lookup<4, 128>(kvq_ld16(block + 2*u));
-            __half * out = tile + tok*SD + b*N + 2*u;
-            *(__half2 *) (out      ) = kvq_two_levels<0x4240>(r, d);
-            *(__half2 *) (out + N/2) = kvq_two_levels<0x4341>(r, d);
+        } else {
+            constexpr int AT_ONCE = ROWS/TILE;
+#pragma unroll
+            for (int b0 = 0; b0 < BLOCKS; b0 += AT_ONCE) {
+                const int b = b0 + row/TILE;
+                if (b < BLOCKS) {
+                    item(u, row % TILE, b);
+                }
+            }
         }
+    } else {
+        for (int i = tid; i < TILE*BLOCKS*U; i += THREADS) {
+            item(i % U, (i/U) % TILE, i/(U*TILE));
+        }
+    }
+}
+
+template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_tile(
+        const int store, const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
+    constexpr int SD = D + 8;
+    if (store == KVQ_STORE_TURBO2) {
+        kvq_dequantise_turbo<2, D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
+    } else if (store == KVQ_STORE_TURBO3) {
+        kvq_dequantise_turbo<3, D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
+    } else if (store == KVQ_STORE_TURBO4) {
+        kvq_dequantise_turbo<4, D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
     } else {
         for (int i = tid; i < TILE*D/2; i += THREADS) {
             const int tok = i/(D/2), c = i % (D/2);
-            const char * row = row_of(tok);
+            const char * row = raw + tok*stride + ((tok & 1) ? shift1 : shift0);
             uint32_t w;
             if (store == KVQ_STORE_F16) {
                 w = kvq_ld16(row + 4*c) | (kvq_ld16(row + 4*c + 2) << 16);
@@ -104,7 +121,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
 #ifdef KVQ_AMPERE
     constexpr int T = S::TILE, NT = T/8, KS = S::DK/16, VN = S::DVP/8;
     constexpr int THREADS = 32*S::WARPS;
-    constexpr bool Q_IN_REGS = S::DK <= 128;
+    constexpr bool Q_IN_REGS = S::DK <= 128 && S::WARPS <= 8;
     constexpr int v_parts = S::DV/S::DVP;
 
     const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3, tid = warp*32 + lane;
@@ -152,7 +169,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     fetch(tile0 + 1);
 
     // this warp's query rows, rotated when K is, times the logit scale
-    const float logit_scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E);
+    const float logit_scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E)*kvq_tile_factor(a.k.store);
     for (int r = 0; r < 16; ++r) {
         const int row = row0 + r;
         __half * out = sq + (warp*16 + r)*S::SK;
@@ -191,6 +208,8 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
         slope[i] = kvq_slope(a, head_kv*a.gqa + row % a.gqa)*KVQ_LOG2E;
     }
 
+    const bool active = row0 < n_rows;         // warps past the last row only help to dequantise
+
     float o[VN][4];
 #pragma unroll
     for (int n = 0; n < VN; ++n) {
@@ -227,88 +246,102 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
 
         const int token = tile*T, slot = (tile - tile0) & 1;
         uint32_t mk[2][NT];
-        bool seen = false;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (mask[i] && token + T <= a.n_kv && (a.nbm1 & 3) == 0) {
-#pragma unroll
-                for (int j = 0; j < NT; ++j) {
-                    mk[i][j] = *(const uint32_t *) (mask[i] + token + 8*j + 2*t);
-                }
-            } else {
-#pragma unroll
-                for (int j = 0; j < NT; ++j) {
-                    const int c = token + 8*j + 2*t;
-                    const uint32_t lo = c     < a.n_kv ? (mask[i] ? kvq_ld16(mask[i] + c)     : 0u) : 0xFC00u;
-                    const uint32_t hi = c + 1 < a.n_kv ? (mask[i] ? kvq_ld16(mask[i] + c + 1) : 0u) : 0xFC00u;
-                    mk[i][j] = lo | (hi << 16);
-                }
-            }
-        }
-
-        float p[NT][4];
-#pragma unroll
-        for (int j = 0; j < NT; ++j) {
-            p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0.0f;
-        }
-#pragma unroll
-        for (int s = 0; s < KS; ++s) {
-            const uint4 qa = Q_IN_REGS ? qf[Q_IN_REGS ? s : 0] : kvq_ldmatrix(q_at + 32*s);
-#pragma unroll
-            for (int j = 0; j < NT; j += 2) {
-                const uint4 kb = kvq_ldmatrix(k_at + (slot*T + 8*j)*(2*S::SK) + 32*s);
-                kvq_mma_f16(p[j    ], qa, kb.x, kb.y);
-                kvq_mma_f16(p[j + 1], qa, kb.z, kb.w);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int j = 0; j < NT; ++j) {
-                seen = seen || mk[i][j] != 0xFC00FC00u;
-            }
-        }
-        if (__any_sync(0xFFFFFFFFu, seen)) {
-            float decay[2];
+        bool masked = false, hidden = !active;
+        if (active && (a.mask || token + T > a.n_kv)) {
+            uint32_t all_bits = 0xFC00FC00u, any_bits = 0;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float top = -INFINITY;
+                if (token + T <= a.n_kv && (a.nbm1 & 3) == 0) {
+#pragma unroll
+                    for (int j = 0; j < NT; ++j) {
+                        mk[i][j] = *(const uint32_t *) (mask[i] + token + 8*j + 2*t);
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < NT; ++j) {
+                        const int c = token + 8*j + 2*t;
+                        const uint32_t lo = c     < a.n_kv ? (a.mask ? kvq_ld16(mask[i] + c)     : 0u) : 0xFC00u;
+                        const uint32_t hi = c + 1 < a.n_kv ? (a.mask ? kvq_ld16(mask[i] + c + 1) : 0u) : 0xFC00u;
+                        mk[i][j] = lo | (hi << 16);
+                    }
+                }
 #pragma unroll
                 for (int j = 0; j < NT; ++j) {
-                    const float2 mf = __half22float2(*(const __half2 *) &mk[i][j]);
+                    all_bits &= mk[i][j];
+                    any_bits |= mk[i][j];
+                }
+            }
+            masked = __any_sync(0xFFFFFFFFu, any_bits != 0);
+            hidden = __all_sync(0xFFFFFFFFu, all_bits == 0xFC00FC00u && any_bits == 0xFC00FC00u);
+        }
+
+        if (!hidden) {
+            float p[NT][4];
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float x = p[j][2*i + e];
-                        if (a.softcap != 0.0f) {
-                            x = a.softcap*KVQ_LOG2E*tanhf(x);
-                        }
-                        x = fmaf(slope[i], e ? mf.y : mf.x, x);
-                        p[j][2*i + e] = x;
-                        top = fmaxf(top, x);
+            for (int j = 0; j < NT; ++j) {
+                p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0.0f;
+            }
+#pragma unroll
+            for (int s = 0; s < KS; ++s) {
+                const uint4 qa = Q_IN_REGS ? qf[Q_IN_REGS ? s : 0] : kvq_ldmatrix(q_at + 32*s);
+#pragma unroll
+                for (int j = 0; j < NT; j += 2) {
+                    const uint4 kb = kvq_ldmatrix(k_at + (slot*T + 8*j)*(2*S::SK) + 32*s);
+                    kvq_mma_f16(p[j    ], qa, kb.x, kb.y);
+                    kvq_mma_f16(p[j + 1], qa, kb.z, kb.w);
+                }
+            }
+            if (a.softcap != 0.0f) {
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        p[j][e] = a.softcap*KVQ_LOG2E*tanhf(p[j][e]);
                     }
+                }
+            }
+            if (masked) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                    for (int j = 0; j < NT; ++j) {
+                        const float2 mf = __half22float2(*(const __half2 *) &mk[i][j]);
+                        p[j][2*i    ] = fmaf(slope[i], mf.x, p[j][2*i    ]);
+                        p[j][2*i + 1] = fmaf(slope[i], mf.y, p[j][2*i + 1]);
+                    }
+                }
+            }
+            float decay[2];
+            bool moved = false;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float top = m[i];
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+                    top = fmaxf(top, fmaxf(p[j][2*i], p[j][2*i + 1]));
                 }
                 top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
-                const float m_new = fmaxf(m[i], top);
-                decay[i] = kvq_exp2(m[i] - m_new);
-                m[i] = m_new;
+                moved = moved || top != m[i];
+                decay[i] = kvq_exp2(m[i] - top);
+                m[i] = top;
                 float sum = 0.0f;
 #pragma unroll
                 for (int j = 0; j < NT; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        p[j][2*i + e] = kvq_exp2(p[j][2*i + e] - m_new);
-                        sum += p[j][2*i + e];
-                    }
+                    p[j][2*i    ] = kvq_exp2(p[j][2*i    ] - top);
+                    p[j][2*i + 1] = kvq_exp2(p[j][2*i + 1] - top);
+                    sum += p[j][2*i] + p[j][2*i + 1];
                 }
                 l[i] = fmaf(l[i], decay[i], sum);
             }
+            if (__any_sync(0xFFFFFFFFu, moved)) {
 #pragma unroll
-            for (int n = 0; n < VN; ++n) {
-                o[n][0] *= decay[0];
-                o[n][1] *= decay[0];
-                o[n][2] *= decay[1];
-                o[n][3] *= decay[1];
+                for (int n = 0; n < VN; ++n) {
+                    o[n][0] *= decay[0];
+                    o[n][1] *= decay[0];
+                    o[n][2] *= decay[1];
+                    o[n][3] *= decay[1];
+                }
             }
 #pragma unroll
             for (int s = 0; s < T/16; ++s) {
@@ -346,9 +379,10 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
             a.meta[part] = make_float2(m[i], l[i]);
         }
         float * out = a.part + part*S::DV + v_part*S::DVP + 2*t;
+        const float unit = kvq_tile_factor(vo.store);
 #pragma unroll
         for (int n = 0; n < VN; ++n) {
-            *(float2 *) (out + 8*n) = make_float2(o[n][2*i], o[n][2*i + 1]);
+            *(float2 *) (out + 8*n) = make_float2(o[n][2*i]*unit, o[n][2*i + 1]*unit);
         }
     }
 #endif // KVQ_AMPERE

@@ -124,7 +124,7 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
     std::vector<__half> mask(size_t(mask_row)*p.n_tok*p.n_seq);
     for (size_t i = 0; i < mask.size(); ++i) {
         const int c = int(i % mask_row), tok = int(i/mask_row % p.n_tok);
-        mask[i] = __float2half(c > p.n_kv - p.n_tok + tok || (rng() & 63) == 0 ? -INFINITY : p.max_bias > 0 ? -(rng() & 127)/64.0f : 0.0f);
+        mask[i] = __float2half(c > p.n_kv - p.n_tok + tok || (rng() & 63) == 0 ? -INFINITY : p.max_bias > 0 ? -float(rng() & 127)/64.0f : 0.0f);
     }
 
     std::vector<char *> dk(sets), dvv(sets);

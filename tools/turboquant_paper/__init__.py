@@ -1,0 +1,1 @@
+"""The measurements behind docs/turboquant.md; run by tools/reproduce_turboquant.py."""
