@@ -12,21 +12,34 @@ constexpr int ROWS = 32;   // query rows
 
 static inline int round_up(int n, int m) { return (n + m - 1)/m*m; }
 
+// Blocks of one head lie apart by those of the other heads, which hardware prefetchers follow badly. `ahead` may lead
+// past the tensor: a prefetch does not fault.
+template <int BYTES> static inline void prefetch(const uint8_t * block, size_t ahead) {
+#if defined(__GNUC__)
+    const uintptr_t p = (uintptr_t) block + ahead;
+    __builtin_prefetch((const void *) p);
+    __builtin_prefetch((const void *) (p + BYTES - 1));
+#else
+    (void) block; (void) ahead;
+#endif
+}
+
 // ---- packed keys ----
 
 // levels, magnitudes and scales of the block at `offset` of each token
 template <int BITS, int N>
-static void unpack_keys(const uint8_t * const * token, size_t offset, int n, int8_t * level, int8_t * magnitude, float * d) {
+static void unpack_keys(const uint8_t * const * token, size_t offset, int n, size_t ahead, int8_t * level, int8_t * magnitude, uint16_t * d) {
     for (int t = 0; t < n; t++) {
         const uint8_t * block = token[t] + offset;
+        prefetch<block_bytes<BITS, N>>(block, ahead);
         unpack<BITS, N>(block, level + t*tile_stride<N>, magnitude + t*tile_stride<N>);
-        d[t] = block_scale<BITS, N>(block);
+        d[t] = block_scale_bits<BITS, N>(block);
     }
 }
 
 // logit[r][t] (+)= level[t] . query[r] * d[t] * unit[r]; entries past the last token are unspecified
 template <int N>
-static void add_logits(const int8_t * level, const int8_t * magnitude, const float * d, int n, const int8_t * query,
+static void add_logits(const int8_t * level, const int8_t * magnitude, const uint16_t * d, int n, const int8_t * query,
                        size_t query_stride, const float * unit, size_t unit_stride, int rows, float * logit, bool add_to) {
     for (int r = 0; r < rows; r++) {
         const int8_t * q = query + r*query_stride;
@@ -35,7 +48,7 @@ static void add_logits(const int8_t * level, const int8_t * magnitude, const flo
             int32_t s[16];
             dot8<N>(level + (t + 0)*tile_stride<N>, magnitude + (t + 0)*tile_stride<N>, q, s);
             dot8<N>(level + (t + 8)*tile_stride<N>, magnitude + (t + 8)*tile_stride<N>, q, s + 8);
-            f32x16 x = mul(mul(load_i32(s), load(d + t)), u);
+            const f32x16 x = mul(mul(load_i32(s), load_f16(d + t)), u);
             float * out = logit + r*TILE + t;
             store(out, add_to ? add(x, load(out)) : x);
         }
@@ -90,7 +103,7 @@ static inline void add_pairs(const int8_t * value, int n_value, const int16_t * 
 template <int R>
 static inline void add_row_block(const int8_t * value, int n_value, const int16_t * weight, int tokens, const float * alpha,
                                  const float * scale, float * acc, size_t stride) {
-    constexpr int C = R <= 3 ? 4 : 2;   // as many accumulators as registers hold
+    constexpr int C = R <= 2 ? 4 : 2;   // as many accumulators as registers hold
     const int pairs = (tokens + 1)/2;
     int i = 0;
     for (; i + 8*C <= n_value; i += 8*C) {
@@ -168,22 +181,28 @@ static inline void unpack_values(const uint8_t * const * token, size_t offset, i
 
 // acc[r] = acc[r]*alpha[r] + beta[r] * sum over t of weight[r][t] * d[t] * level[t], for weights in [0, 1]
 template <int BITS, int N>
-static void add_values(const uint8_t * const * token, size_t offset, int n, const float * weight, const float * alpha,
+static void add_values(const uint8_t * const * token, size_t offset, int n, size_t ahead, const float * weight, const float * alpha,
                        const float * beta, int rows, float * acc, size_t stride, int8_t * value, int16_t * fixed) {
-    float d[TILE] = {};
-    float top = 0.0f;
+    uint16_t d[TILE];
     for (int t = 0; t < n; t++) {
-        d[t] = block_scale<BITS, N>(token[t] + offset);
-        const float a = fabsf(d[t]);
-        if (!(a <= 65504.0f)) {
-            d[t] = 0.0f;   // only a damaged block has no finite scale; no weight fits it
-        } else if (a > top) {
-            top = a;
-        }
+        d[t] = block_scale_bits<BITS, N>(token[t] + offset);
+        prefetch<block_bytes<BITS, N>>(token[t] + offset, ahead);
     }
+    for (int t = n; t < round_up(n, 16); t++) {
+        d[t] = 0;
+    }
+    const f32x16 finite = set1(65520.0f), zero = set1(0.0f);
+    f32x16 tops = zero;
+    for (int t = 0; t < n; t += 16) {
+        const f32x16 a = abs(load_f16(d + t));
+        tops = max(select_lt(a, finite, a, zero), tops);
+    }
+    const float top = max_of(tops);
     const f32x16 to_fixed = set1(top > 0.0f ? 32767.0f/top : 0.0f);
     for (int t = 0; t < n; t += 16) {
-        const f32x16 f = mul(load(d + t), to_fixed);
+        const f32x16 x = load_f16(d + t);
+        // only a damaged block has no finite scale; no weight fits it
+        const f32x16 f = mul(select_lt(abs(x), finite, x, zero), to_fixed);
         for (int r = 0; r < rows; r++) {
             store_i16(fixed + r*TILE + t, mul(load(weight + r*TILE + t), f));
         }
@@ -192,7 +211,7 @@ static void add_values(const uint8_t * const * token, size_t offset, int n, cons
 
     float scale[ROWS];
     for (int r = 0; r < rows; r++) {
-        scale[r] = beta[r]*top/32767.0f;
+        scale[r] = beta[r]*(top*(1.0f/32767.0f));
     }
     for (int r = 0; r < rows; ) {
         const int left = rows - r;
@@ -215,10 +234,10 @@ struct packed_kernels {
     int   stride;       // of a block of levels or of a query in a tile
     float unit;         // one int8 level in units of the block's scale
     float (*quantize_query)(const float * x, int8_t * q);
-    void  (*unpack_keys)(const uint8_t * const * token, size_t offset, int n, int8_t * level, int8_t * magnitude, float * d);
-    void  (*add_logits)(const int8_t * level, const int8_t * magnitude, const float * d, int n, const int8_t * query,
+    void  (*unpack_keys)(const uint8_t * const * token, size_t offset, int n, size_t ahead, int8_t * level, int8_t * magnitude, uint16_t * d);
+    void  (*add_logits)(const int8_t * level, const int8_t * magnitude, const uint16_t * d, int n, const int8_t * query,
                         size_t query_stride, const float * unit, size_t unit_stride, int rows, float * logit, bool add_to);
-    void  (*add_values)(const uint8_t * const * token, size_t offset, int n, const float * weight, const float * alpha,
+    void  (*add_values)(const uint8_t * const * token, size_t offset, int n, size_t ahead, const float * weight, const float * alpha,
                         const float * beta, int rows, float * acc, size_t stride, int8_t * value, int16_t * fixed);
     void  (*unrotate)(const float * y, float factor, float * x);
 };

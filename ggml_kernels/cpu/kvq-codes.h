@@ -25,10 +25,10 @@ template <> struct codec<4> {
     static const float  * thresholds() { return KVQ_THRESHOLDS_4; }
 };
 
-template <int BITS, int N> static inline float block_scale(const uint8_t * block) {
+template <int BITS, int N> static inline uint16_t block_scale_bits(const uint8_t * block) {
     uint16_t d;
     memcpy(&d, block + N*BITS/8, sizeof(d));
-    return GGML_CPU_FP16_TO_FP32(d);
+    return d;
 }
 
 // Levels of a block in a tile: padded with zeros to whole vectors.

@@ -241,9 +241,9 @@ static void load_queries(const plan & p, scratch & s, const row_state & rows, in
 
 static void compute_logits(const plan & p, scratch & s, const uint8_t * const * token, int n, int rows) {
     if (p.k) {
-        float d[TILE] = {};
+        uint16_t d[TILE] = {};
         for (size_t b = 0; b < s.blocks; b++) {
-            p.k->unpack_keys(token, b*p.k->bytes, n, s.level, s.magnitude, d);
+            p.k->unpack_keys(token, b*p.k->bytes, n, TILE*p.a.k->nb[1], s.level, s.magnitude, d);
             p.k->add_logits(s.level, s.magnitude, d, n, s.query + b*p.k->stride, s.query_stride, s.query_unit + b, s.blocks,
                             rows, s.logit, b > 0);
         }
@@ -258,7 +258,7 @@ static void compute_logits(const plan & p, scratch & s, const uint8_t * const * 
 static void accumulate(const plan & p, scratch & s, const uint8_t * const * token, int n, const row_state & rows) {
     if (p.v) {
         for (int64_t b = 0; b < p.a.v->ne[0]/p.v->block; b++) {
-            p.v->add_values(token, b*p.v->bytes, n, s.logit, rows.alpha, rows.beta, rows.n, s.acc + b*p.v->block,
+            p.v->add_values(token, b*p.v->bytes, n, TILE*p.a.v->nb[1], s.logit, rows.alpha, rows.beta, rows.n, s.acc + b*p.v->block,
                             p.value_row, s.value_level, s.fixed);
         }
     } else {

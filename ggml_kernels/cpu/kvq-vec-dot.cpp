@@ -18,7 +18,7 @@ template <int BITS, int N> static float dot_row(int n, const uint8_t * x, const 
         memcpy(&d, yb, sizeof(d));
         memcpy(query, yb + sizeof(d), N);
         unpack<BITS, N>(xb, level, magnitude);
-        sum += block_scale<BITS, N>(xb)*d*(float) dot<N>(level, magnitude, query);
+        sum += GGML_CPU_FP16_TO_FP32((block_scale_bits<BITS, N>(xb)))*d*(float) dot<N>(level, magnitude, query);
     }
     return sum/codec<BITS>::scale;
 }

@@ -2,7 +2,8 @@
 // in double precision. Links against ggml-base and ggml-cpu only.
 //
 //   test_cpu_kernels [--cases N] [--seed S] [--threads T]   run everything; exit code 1 on a mismatch
-//   test_cpu_kernels --bench [--threads T] [--depth D]      decode attention by cache type
+//   test_cpu_kernels --bench [--threads T] [--depth D] [--batch B] [--type K]
+//                                                           attention of all layers, by cache type
 #include "ggml.h"
 #include "ggml-cpu.h"
 #include "kvq.h"
@@ -14,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <random>
 #include <string>
 #include <vector>
@@ -166,10 +168,15 @@ struct attention {
     }
 };
 
-static void fill(ggml_tensor * t, float deviation) {
+// random rows; after the first `distinct` they repeat
+static void fill(ggml_tensor * t, float deviation, int64_t distinct = INT64_MAX) {
     const int64_t n = t->ne[0], rows = ggml_nrows(t);
     std::vector<float> x(n);
     for (int64_t r = 0; r < rows; r++) {
+        if (r >= distinct) {
+            memcpy((char *) t->data + r*t->nb[1], (char *) t->data + (r - distinct)*t->nb[1], t->nb[1]);
+            continue;
+        }
         for (float & f : x) { f = deviation*normal(); }
         void * out = (char *) t->data + r*t->nb[1];
         if (t->type == GGML_TYPE_F32) {
@@ -197,9 +204,9 @@ struct built {
     ggml_tensor * q, * k, * v, * mask, * sinks, * out;
 };
 
-static ggml_tensor * cache_view(ggml_context * ctx, ggml_type type, int d, int heads, int n_kv, int seqs) {
+static ggml_tensor * cache_view(ggml_context * ctx, ggml_type type, int d, int heads, int n_kv, int seqs, int64_t distinct = INT64_MAX) {
     ggml_tensor * t = ggml_new_tensor_3d(ctx, type, (int64_t) d*heads, n_kv, seqs);
-    fill(t, 1.0f);
+    fill(t, 1.0f, distinct);
     const size_t row = ggml_row_size(type, d);
     return ggml_view_4d(ctx, t, d, n_kv, heads, seqs, row*heads, row, row*heads*n_kv, 0);
 }
@@ -474,7 +481,9 @@ static ggml_tensor * rotated(ggml_context * ctx, ggml_tensor * x, int d) {
     return ggml_reshape_4d(ctx, y, x->ne[0], x->ne[1], x->ne[2], x->ne[3]);
 }
 
-static double bench_one(ggml_type k_type, ggml_type v_type, int d, int heads, int heads_kv, int layers, int depth, int batch, int threads) {
+struct timing { double wall, cpu; };   // ms
+
+static timing bench_one(ggml_type k_type, ggml_type v_type, int d, int heads, int heads_kv, int layers, int depth, int batch, int threads) {
     const size_t bytes = (size_t) layers*(2*(size_t) depth*heads_kv*d*2 + (size_t) batch*heads*d*64 + (size_t) depth*batch*2) + (64u << 20);
     ggml_init_params params = { bytes, nullptr, false };
     ggml_context * ctx = ggml_init(params);
@@ -486,25 +495,27 @@ static double bench_one(ggml_type k_type, ggml_type v_type, int d, int heads, in
         ggml_tensor * q = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, d, heads, batch, 1);
         fill(q, 1.0f);
         if (upstream_quant) { q = rotated(ctx, q, 64); }
-        ggml_tensor * out = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), cache_view(ctx, k_type, d, heads_kv, depth, 1),
-                                                cache_view(ctx, v_type, d, heads_kv, depth, 1), mask, 1.0f/std::sqrt((float) d), 0.0f, 0.0f);
+        ggml_tensor * out = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), cache_view(ctx, k_type, d, heads_kv, depth, 1, 61),
+                                                cache_view(ctx, v_type, d, heads_kv, depth, 1, 61), mask, 1.0f/std::sqrt((float) d), 0.0f, 0.0f);
         if (upstream_quant) { out = rotated(ctx, out, 64); }
         ggml_build_forward_expand(graph, out);
     }
     ggml_cplan plan = ggml_graph_plan(graph, threads, nullptr);
     std::vector<uint8_t> work(plan.work_size);
     plan.work_data = work.data();
-    double best = 1e30;
-    for (int i = 0; i < 5; i++) {
+    timing best = { 1e30, 1e30 };
+    for (int i = 0; i < 8; i++) {
         const auto start = std::chrono::steady_clock::now();
+        const clock_t cpu = clock();
         ggml_graph_compute(graph, &plan);
-        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+        best.cpu  = std::min(best.cpu, 1e3*(double) (clock() - cpu)/CLOCKS_PER_SEC);
+        best.wall = std::min(best.wall, std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
     }
     ggml_free(ctx);
-    return best*1e3;
+    return best;
 }
 
-static void bench(int threads, int depth, int batch) {
+static void bench(int threads, int depth, int batch, const std::string & only) {
     const struct { const char * name; int d, heads, heads_kv, layers; } shapes[] = {
         { "SmolLM2-135M",  64,  9, 3, 30 },
         { "Qwen3-8B",     128, 32, 8,  4 },
@@ -517,12 +528,16 @@ static void bench(int threads, int depth, int batch) {
     };
     for (const auto & s : shapes) {
         printf("%s: %d layers, %d/%d heads of %d, depth %d, batch %d, %d threads\n", s.name, s.layers, s.heads, s.heads_kv, s.d, depth, batch, threads);
-        double f16 = 0.0;
+        timing f16 = {};
         for (const auto & t : types) {
+            if (!only.empty() && only != kvq_family_name(t[0])) {
+                continue;
+            }
             const ggml_type k = kvq_type_for_head(t[0], s.d), v = kvq_type_for_head(t[1], s.d);
-            const double ms = bench_one(k, v, s.d, s.heads, s.heads_kv, s.layers, depth, batch, threads);
+            const timing ms = bench_one(k, v, s.d, s.heads, s.heads_kv, s.layers, depth, batch, threads);
             if (t[0] == GGML_TYPE_F16 && t[1] == GGML_TYPE_F16) { f16 = ms; }
-            printf("  %-7s %-7s %9.2f ms a step, %5.2f x f16\n", kvq_family_name(k), kvq_family_name(v), ms, f16/ms);
+            printf("  %-7s %-7s %9.2f ms a step, %5.2f x f16; CPU time %9.2f ms, %5.2f x f16\n", kvq_family_name(k), kvq_family_name(v),
+                   ms.wall, f16.wall/ms.wall, ms.cpu, f16.cpu/ms.cpu);
             fflush(stdout);
         }
     }
@@ -531,6 +546,7 @@ static void bench(int threads, int depth, int batch) {
 int main(int argc, char ** argv) {
     int cases = 300, threads = 0, depth = 8192, batch = 1;
     bool run_bench = false;
+    std::string only;
     for (int i = 1; i < argc; i++) {
         const std::string a = argv[i];
         const auto value = [&]() { return i + 1 < argc ? atoi(argv[++i]) : 0; };
@@ -540,13 +556,14 @@ int main(int argc, char ** argv) {
         else if (a == "--threads") { threads = value(); }
         else if (a == "--depth")   { depth = value(); }
         else if (a == "--batch")   { batch = value(); }
+        else if (a == "--type")    { only = i + 1 < argc ? argv[++i] : ""; }
         else { fprintf(stderr, "unknown argument %s\n", a.c_str()); return 2; }
     }
     ggml_cpu_init();
     printf("CPU features: avx2=%d avx512=%d avx512_vnni=%d avx_vnni=%d neon=%d dotprod=%d\n", ggml_cpu_has_avx2(), ggml_cpu_has_avx512(),
            ggml_cpu_has_avx512_vnni(), ggml_cpu_has_avx_vnni(), ggml_cpu_has_neon(), ggml_cpu_has_dotprod());
     if (run_bench) {
-        bench(threads > 0 ? threads : 2, depth, batch);
+        bench(threads > 0 ? threads : 2, depth, batch, only);
         return 0;
     }
     for (const type_info & t : cache_types)      { test_quantize(t); test_vec_dot(t); }
