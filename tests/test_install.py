@@ -4,13 +4,17 @@ import importlib.metadata
 import os
 import re
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import pykvq
 from pykvq import launch, native
+
+try:
+    import tomllib
+except ModuleNotFoundError:                      # Python 3.10
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 PIN = tomllib.loads((ROOT / "patches/UPSTREAM").read_text())
