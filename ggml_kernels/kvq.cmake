@@ -28,7 +28,7 @@ function(kvq_attach upstream)
     kvq_sources(ggml-cpu GLOBS cpu/*.c cpu/*.cpp INCLUDES ${KVQ_DIR}/cpu)
     kvq_sources(llama GLOBS llama/*.cpp INCLUDES ${KVQ_DIR}/llama ${upstream}/src)
     if(TARGET ggml-cuda)
-        kvq_sources(ggml-cuda GLOBS cuda/*.cu INCLUDES ${KVQ_DIR}/cuda ${upstream}/ggml/src/ggml-cuda)
+        kvq_sources(ggml-cuda GLOBS cuda/*.cu cuda/instances/*.cu INCLUDES ${KVQ_DIR}/cuda ${upstream}/ggml/src/ggml-cuda)
     endif()
 
     # Upstream builds its own model files as one unit; ours must not join it.

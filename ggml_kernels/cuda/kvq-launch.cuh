@@ -35,7 +35,7 @@ kvq_prefill_entry kvq_find_prefill(int dk, int dv, bool v_is_k, int index);
 kvq_fattn_kernel  kvq_find_combine(int dv, bool v_is_k);
 
 // Values per block that a head of this size uses, as the cache picks it; 0 when none divides.
-static inline int kvq_block_for_head(const int d) {
+static inline int kvq_head_block(const int d) {
 #define KVQ_TRY(N) if (d % N == 0) { return N; }
     KVQ_FOR_EACH_BLOCK(KVQ_TRY)
 #undef KVQ_TRY

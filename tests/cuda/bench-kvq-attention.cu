@@ -109,7 +109,7 @@ static void launch(const kvq_launch & l, const kvq_fattn_args & a, cudaStream_t 
 // `sets` cache copies in one graph, attention and combine.
 static double run(const problem & p, const int sets, const int check_rows, double * us, double * us_attention, std::string * how) {
     const kvq_device dev = device_limits();
-    const int nk = p.v_is_k ? 64 : kvq_block_for_head(p.dk), nv = p.v_is_k ? 64 : kvq_block_for_head(p.dv);
+    const int nk = p.v_is_k ? 64 : kvq_head_block(p.dk), nv = p.v_is_k ? 64 : kvq_head_block(p.dv);
     const int n_head = p.heads_kv*p.gqa;
     const size_t slices = size_t(p.n_kv)*p.heads_kv*p.n_seq;
 
@@ -296,7 +296,7 @@ static void check(const problem & p) {
 }
 
 static void timing(const problem & p, const double copy_rate) {
-    const double bytes = double(p.n_kv)*p.heads_kv*p.n_seq*(kvq_slice_bytes(p.ks, p.dk, kvq_block_for_head(p.dk)) + kvq_slice_bytes(p.vs, p.dv, kvq_block_for_head(p.dv)));
+    const double bytes = double(p.n_kv)*p.heads_kv*p.n_seq*(kvq_slice_bytes(p.ks, p.dk, kvq_head_block(p.dk)) + kvq_slice_bytes(p.vs, p.dv, kvq_head_block(p.dv)));
     const int sets = std::max(1, std::min(12, int(4e8/bytes)));
     double us = 0, us_a = 0;
     std::string how;

@@ -1,0 +1,205 @@
+// What ggml asks of the CUDA kernels of the cache types: which operations are ours, which run here, and running them.
+#include "kvq-cuda.cuh"
+#include "kvq-launch.cuh"
+#include "kvq-rows-ops.cuh"
+
+#include <mutex>
+#include <set>
+
+static int kvq_store_of(const ggml_type type) {
+    return kvq_is_cache_type(type) ? kvq_bits(type) : type == GGML_TYPE_Q8_0 ? KVQ_STORE_Q8_0 : type == GGML_TYPE_F16 ? KVQ_STORE_F16 : 0;
+}
+
+static bool kvq_v_is_k(const ggml_tensor * k, const ggml_tensor * v) {
+    // MLA caches K alone; V is a view of the same rows
+    return v->view_src && (v->view_src == k || (v->view_src == k->view_src && v->view_offs == k->view_offs)) && v->type == k->type &&
+        v->ne[0] < k->ne[0] && v->nb[1] == k->nb[1] && v->nb[2] == k->nb[2] && v->nb[3] == k->nb[3];
+}
+
+bool kvq_cuda_owns(const ggml_tensor * op) {
+    switch (op->op) {
+        case GGML_OP_FLASH_ATTN_EXT:
+            return kvq_is_cache_type(op->src[1]->type) || kvq_is_cache_type(op->src[2]->type);
+        case GGML_OP_SET_ROWS:
+            return kvq_is_cache_type(op->type);
+        case GGML_OP_GET_ROWS:
+        case GGML_OP_CPY:
+        case GGML_OP_DUP:
+        case GGML_OP_CONT:
+            return kvq_is_cache_type(op->type) || kvq_is_cache_type(op->src[0]->type);
+        default:
+            return false;
+    }
+}
+
+static kvq_device kvq_device_of(const int device) {
+    const auto & info = ggml_cuda_info().devices[device];
+    // a multiprocessor has a little more shared memory than a block can take; half of it must not promise too much
+    return { info.nsm, info.smpbo, info.smpbo + 1024 };
+}
+
+static kvq_fattn_args kvq_fattn_args_of(const ggml_tensor * dst) {
+    const ggml_tensor * q = dst->src[0], * k = dst->src[1], * v = dst->src[2], * mask = dst->src[3], * sinks = dst->src[4];
+    kvq_fattn_args a = {};
+    auto operand = [](const ggml_tensor * x) {
+        kvq_operand o = {};
+        o.data  = (const char *) x->data;
+        o.nb1   = x->nb[1];
+        o.nb2   = x->nb[2];
+        o.nb3   = x->nb[3];
+        o.store = kvq_store_of(x->type);
+        o.bytes = int(ggml_row_size(x->type, x->ne[0]));
+        return o;
+    };
+    a.q = (const char *) q->data;
+    a.k = operand(k);
+    a.v = operand(v);
+    a.v_is_k = kvq_v_is_k(k, v);
+    a.mask  = mask  ? (const char  *) mask->data  : nullptr;
+    a.sinks = sinks ? (const float *) sinks->data : nullptr;
+    a.dst   = (float *) dst->data;
+    a.nbq1 = q->nb[1];
+    a.nbq2 = q->nb[2];
+    a.nbq3 = q->nb[3];
+    a.nbm1 = mask ? mask->nb[1] : 0;
+    a.nbm3 = mask ? mask->nb[3] : 0;
+    a.nem3 = mask ? int(mask->ne[3]) : 1;
+    a.n_tok     = int(q->ne[1]);
+    a.n_head    = int(q->ne[2]);
+    a.n_head_kv = int(k->ne[2]);
+    a.n_seq     = int(q->ne[3]);
+    a.gqa       = a.n_head/a.n_head_kv;
+    a.n_kv      = int(k->ne[1]);
+    memcpy(&a.scale,    (const float *) dst->op_params + 0, sizeof(float));
+    memcpy(&a.max_bias, (const float *) dst->op_params + 1, sizeof(float));
+    memcpy(&a.softcap,  (const float *) dst->op_params + 2, sizeof(float));
+    if (a.softcap != 0.0f) {
+        a.scale /= a.softcap;
+    }
+    a.n_head_log2 = 1u << uint32_t(floorf(log2f(float(a.n_head))));
+    a.m0 = powf(2.0f, -a.max_bias/a.n_head_log2);
+    a.m1 = powf(2.0f, -a.max_bias/2.0f/a.n_head_log2);
+    return a;
+}
+
+// Reason why the device cannot run the operation, or null.
+static const char * kvq_refusal(const int device, const ggml_tensor * op) {
+    const int cc = ggml_cuda_info().devices[device].cc;
+    if (!GGML_CUDA_CC_IS_NVIDIA(cc)) {
+        return "the kernels of the cache types are for NVIDIA GPUs";
+    }
+    if (op->op != GGML_OP_FLASH_ATTN_EXT) {
+        const ggml_tensor * src = op->src[0];
+        auto is_float = [](const ggml_type t) { return t == GGML_TYPE_F32 || t == GGML_TYPE_F16; };
+        switch (op->op) {
+            case GGML_OP_SET_ROWS:
+                return is_float(src->type) && (op->src[1]->type == GGML_TYPE_I64 || op->src[1]->type == GGML_TYPE_I32) ? nullptr : "row types";
+            case GGML_OP_GET_ROWS:
+                return is_float(op->type) && op->src[1]->type == GGML_TYPE_I32 ? nullptr : "row types";
+            default: {
+                const ggml_tensor * dst = op->op == GGML_OP_CPY ? op->src[1] : op;
+                if (src->type == dst->type) {
+                    return ggml_are_same_shape(src, dst) || (ggml_is_contiguous(src) && ggml_is_contiguous(dst)) ? nullptr : "a copy that reshapes blocks";
+                }
+                if (kvq_is_cache_type(dst->type)) {
+                    return is_float(src->type) && src->ne[0] % ggml_blck_size(dst->type) == 0 ? nullptr : "copy between these types";
+                }
+                return is_float(dst->type) && dst->ne[0] % ggml_blck_size(src->type) == 0 ? nullptr : "copy between these types";
+            }
+        }
+    }
+    if (cc < GGML_CUDA_CC_AMPERE || ggml_cuda_highest_compiled_arch(cc) < GGML_CUDA_CC_AMPERE) {
+        return "attention over the cache types needs compute capability 8.0 or later";
+    }
+    const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2], * mask = op->src[3];
+    if (q->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32 || q->nb[0] != sizeof(float)) {
+        return "queries and output must be f32 with contiguous rows";
+    }
+    for (const ggml_tensor * x : { k, v }) {
+        if (!kvq_store_of(x->type)) {
+            return "a cache type can be mixed with f16 and q8_0 alone";
+        }
+        if (x->nb[0] != ggml_type_size(x->type) || x->ne[3] != q->ne[3] || x->nb[1] % 2 != 0) {
+            return "layout of K or V";
+        }
+    }
+    if (mask && (mask->type != GGML_TYPE_F16 || mask->ne[2] != 1 || q->ne[3] % mask->ne[3] != 0)) {
+        return "a mask per head";
+    }
+    if (q->ne[2] % k->ne[2] != 0 || v->ne[2] != k->ne[2]) {
+        return "number of heads";
+    }
+    const bool view = kvq_v_is_k(k, v);
+    if (kvq_is_cache_type(k->type) && ggml_blck_size(k->type) != (view ? 64 : kvq_head_block(int(k->ne[0])))) {
+        return "block size of K";
+    }
+    if (kvq_is_cache_type(v->type) && ggml_blck_size(v->type) != (view ? 64 : kvq_head_block(int(v->ne[0])))) {
+        return "block size of V";
+    }
+    kvq_fattn_args a = kvq_fattn_args_of(op);
+    kvq_launch attention, combine;
+    if (!kvq_plan(a, int(k->ne[0]), int(v->ne[0]), kvq_device_of(device), attention, combine)) {
+        return "no kernel is compiled for these head sizes";
+    }
+    return nullptr;
+}
+
+bool kvq_cuda_supports(const int device, const ggml_tensor * op) {
+    const char * reason = kvq_refusal(device, op);
+    if (!reason) {
+        return true;
+    }
+    // the scheduler asks for every graph: one line per tensor name and device is enough
+    static std::mutex mutex;
+    static std::set<std::string> told;
+    const std::string what = std::to_string(device) + op->name;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (told.size() < 256 && told.insert(what).second) {
+        GGML_LOG_WARN("kvq: %s (%s) of a compressed cache falls back to the CPU on CUDA device %d: %s\n", op->name, ggml_op_name(op->op), device, reason);
+    }
+    return false;
+}
+
+// Raises a kernel's limit of shared memory, once per device and kernel.
+static void kvq_allow_shared_memory(const int device, const kvq_fattn_kernel kernel, const size_t bytes) {
+    if (bytes <= 48*1024) {
+        return;
+    }
+    static std::mutex mutex;
+    static std::set<std::pair<int, kvq_fattn_kernel>> raised;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (raised.insert({ device, kernel }).second) {
+        CUDA_CHECK(cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(ggml_cuda_info().devices[device].smpbo)));
+    }
+}
+
+static void kvq_cuda_flash_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    const int device = ggml_cuda_get_device();
+    kvq_fattn_args a = kvq_fattn_args_of(dst);
+    const int dk = int(dst->src[1]->ne[0]), dv = int(dst->src[2]->ne[0]);
+    kvq_launch attention, combine;
+    GGML_ASSERT(kvq_plan(a, dk, dv, kvq_device_of(device), attention, combine));
+
+    const size_t rows = size_t(a.n_seq)*a.n_tok*a.n_head;
+    ggml_cuda_pool_alloc<float>  part(ctx.pool(), rows*a.n_part*dv);
+    ggml_cuda_pool_alloc<float2> meta(ctx.pool(), rows*a.n_part);
+    a.part = part.get();
+    a.meta = meta.get();
+    kvq_allow_shared_memory(device, attention.kernel, attention.smem);
+    kvq_allow_shared_memory(device, combine.kernel, combine.smem);
+    ggml_cuda_kernel_launch(attention.kernel, ggml_cuda_kernel_launch_params(attention.grid, attention.block, attention.smem, ctx.stream()), a);
+    ggml_cuda_kernel_launch(combine.kernel,   ggml_cuda_kernel_launch_params(combine.grid,   combine.block,   combine.smem,   ctx.stream()), a);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+void kvq_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    switch (dst->op) {
+        case GGML_OP_FLASH_ATTN_EXT: kvq_cuda_flash_attn(ctx, dst);                   break;
+        case GGML_OP_SET_ROWS:       kvq_cuda_set_rows(ctx, dst);                     break;
+        case GGML_OP_GET_ROWS:       kvq_cuda_get_rows(ctx, dst);                     break;
+        case GGML_OP_CPY:            kvq_cuda_copy(ctx, dst->src[0], dst->src[1]);    break;
+        case GGML_OP_DUP:
+        case GGML_OP_CONT:           kvq_cuda_copy(ctx, dst->src[0], dst);            break;
+        default: GGML_ABORT("not an operation of the cache types");
+    }
+}

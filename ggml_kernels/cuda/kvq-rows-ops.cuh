@@ -1,0 +1,13 @@
+// Row operations of the cache types, called by kvq-cuda.cu.
+#pragma once
+
+#include "common.cuh"
+#include "kvq.h"
+#include "kvq-fattn.cuh"
+
+// rows of f32 or f16 into the cache rows that src[1] names
+void kvq_cuda_set_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+// cache rows that src[1] names, as f32 or f16
+void kvq_cuda_get_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+// float to cache type, cache type to float, or between two tensors of one cache type
+void kvq_cuda_copy(ggml_backend_cuda_context & ctx, const ggml_tensor * src, ggml_tensor * dst);

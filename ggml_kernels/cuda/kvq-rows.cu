@@ -1,0 +1,208 @@
+// Cache write (SET_ROWS), copies and GET_ROWS of the cache types, one warp per quantisation block.
+#include "kvq-rows.cuh"
+#include "kvq-rows-ops.cuh"
+
+#define KVQ_ROWS_WARPS 4
+
+// Both sides of a copy, or of a row gather or scatter, in the terms of the kernels below.
+struct kvq_rows_args {
+    const char * src;
+    char       * dst;
+    const char * index;            // rows of the table side; null for plain copies
+    bool         index64;
+    int64_t      n_blocks;
+    int          blocks_row;       // blocks per row of the turbo side
+    int64_t ne[3];                 // rows: extent of dimensions 1, 2, 3 of the side that is walked
+    int64_t nb_src[4], nb_dst[4], nb_index[3], ne_index[2];
+    int64_t ne_dst[3];             // plain copies: elements of dimensions 0, 1, 2 of the other side
+    int64_t ne_src0;
+};
+
+// where the block with number i lies: its elements start at i*N in the order of the walked side
+template <int N> static __device__ __forceinline__ void kvq_split_index(const kvq_rows_args & a, const int64_t i, int64_t (&at)[4]) {
+    int64_t row = i/a.blocks_row;
+    at[0] = (i - row*a.blocks_row)*N;
+    at[1] = row % a.ne[0]; row /= a.ne[0];
+    at[2] = row % a.ne[1];
+    at[3] = row/a.ne[1];
+}
+
+static __device__ __forceinline__ int64_t kvq_row_index(const kvq_rows_args & a, const int64_t i1, const int64_t i2, const int64_t i3) {
+    const char * p = a.index + i1*a.nb_index[0] + (i2 % a.ne_index[0])*a.nb_index[1] + (i3 % a.ne_index[1])*a.nb_index[2];
+    return a.index64 ? *(const int64_t *) p : int64_t(*(const int32_t *) p);
+}
+
+static __device__ __forceinline__ float kvq_load(const char * p, const float *)  { return *(const float *) p; }
+static __device__ __forceinline__ float kvq_load(const char * p, const __half *) { return __half2float(*(const __half *) p); }
+static __device__ __forceinline__ void kvq_store_value(char * p, const float x, const float *)  { *(float *) p = x; }
+static __device__ __forceinline__ void kvq_store_value(char * p, const float x, const __half *) { *(__half *) p = __float2half_rn(x); }
+
+// float rows -> blocks: scattered to the rows in index, or copied in element order
+template <int BITS, int N, typename T>
+static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_rows(const __grid_constant__ kvq_rows_args a) {
+    __shared__ float   buf[KVQ_ROWS_WARPS][N];
+    __shared__ uint8_t codes[KVQ_ROWS_WARPS][N];
+    const int lane = threadIdx.x, warp = threadIdx.y;
+    const int64_t i = int64_t(blockIdx.x)*KVQ_ROWS_WARPS + warp;
+    kvq_pdl_wait();
+    kvq_pdl_launch();
+    if (i >= a.n_blocks) {
+        return;
+    }
+    int64_t at[4];
+    kvq_split_index<N>(a, i, at);
+    const char * src = a.src + at[0]*a.nb_src[0] + at[1]*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3];
+    constexpr int BYTES = kvq_block<BITS, N>::bytes;
+    char * dst;
+    if (a.index) {
+        const int64_t row = kvq_row_index(a, at[1], at[2], at[3]);
+        dst = a.dst + row*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3] + at[0]/N*BYTES;
+    } else {
+        int64_t e = i*N;
+        const int64_t e0 = e % a.ne_dst[0]; e /= a.ne_dst[0];
+        const int64_t e1 = e % a.ne_dst[1]; e /= a.ne_dst[1];
+        dst = a.dst + e0/N*BYTES + e1*a.nb_dst[1] + (e % a.ne_dst[2])*a.nb_dst[2] + e/a.ne_dst[2]*a.nb_dst[3];
+    }
+    float x[kvq_hadamard<N>::regs];
+#pragma unroll
+    for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
+        x[r] = r*32 + lane < N ? kvq_load(src + (r*32 + lane)*a.nb_src[0], (const T *) nullptr) : 0.0f;
+    }
+    kvq_quantise_warp<BITS, N>(x, (uint8_t *) dst, buf[warp], codes[warp], lane);
+}
+
+// blocks -> float rows: gathered from the rows in index, or copied in element order
+template <int BITS, int N, typename T>
+static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_read_rows(const __grid_constant__ kvq_rows_args a) {
+    __shared__ float buf[KVQ_ROWS_WARPS][N];
+    const int lane = threadIdx.x, warp = threadIdx.y;
+    const int64_t i = int64_t(blockIdx.x)*KVQ_ROWS_WARPS + warp;
+    kvq_pdl_wait();
+    kvq_pdl_launch();
+    if (i >= a.n_blocks) {
+        return;
+    }
+    int64_t at[4];
+    kvq_split_index<N>(a, i, at);
+    constexpr int BYTES = kvq_block<BITS, N>::bytes;
+    const char * src;
+    char * dst;
+    if (a.index) {
+        const int64_t row = kvq_row_index(a, at[1], at[2], at[3]);
+        src = a.src + row*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3] + at[0]/N*BYTES;
+        dst = a.dst + at[0]*a.nb_dst[0] + at[1]*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3];
+    } else {
+        src = a.src + at[1]*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3] + at[0]/N*BYTES;
+        int64_t e = i*N;
+        const int64_t e0 = e % a.ne_dst[0]; e /= a.ne_dst[0];
+        const int64_t e1 = e % a.ne_dst[1]; e /= a.ne_dst[1];
+        dst = a.dst + e0*a.nb_dst[0] + e1*a.nb_dst[1] + (e % a.ne_dst[2])*a.nb_dst[2] + e/a.ne_dst[2]*a.nb_dst[3];
+    }
+    float x[kvq_hadamard<N>::regs];
+    kvq_dequantise_warp<BITS, N>((const uint8_t *) src, x, buf[warp], lane);
+#pragma unroll
+    for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
+        if (r*32 + lane < N) {
+            kvq_store_value(dst + (r*32 + lane)*a.nb_dst[0], x[r], (const T *) nullptr);
+        }
+    }
+}
+
+// blocks of one type between two strided tensors of the same shape, 16 bits a thread
+static __global__ void kvq_copy_blocks(const __grid_constant__ kvq_rows_args a, const int halves_row, const int64_t n) {
+    kvq_pdl_wait();
+    kvq_pdl_launch();
+    for (int64_t i = int64_t(blockIdx.x)*blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x)*blockDim.x) {
+        int64_t row = i/halves_row;
+        const int64_t h = 2*(i - row*halves_row);
+        const int64_t i1 = row % a.ne[0]; row /= a.ne[0];
+        const int64_t i2 = row % a.ne[1], i3 = row/a.ne[1];
+        *(uint16_t *) (a.dst + i1*a.nb_dst[1] + i2*a.nb_dst[2] + i3*a.nb_dst[3] + h) =
+            *(const uint16_t *) (a.src + i1*a.nb_src[1] + i2*a.nb_src[2] + i3*a.nb_src[3] + h);
+    }
+}
+
+typedef void (* kvq_rows_kernel)(const kvq_rows_args);
+
+static kvq_rows_kernel kvq_find_write(const ggml_type type, const ggml_type from) {
+    switch ((int) type) {
+#define KVQ_CASE_WRITE(E, F, NAME, FAMILY, BITS, N, BYTES) case GGML_TYPE_##E: return from == GGML_TYPE_F16 ? kvq_write_rows<BITS, N, __half> : kvq_write_rows<BITS, N, float>;
+        KVQ_FOR_EACH_CACHE_TYPE(KVQ_CASE_WRITE)
+        default: GGML_ABORT("not a cache type");
+    }
+}
+
+static kvq_rows_kernel kvq_find_read(const ggml_type type, const ggml_type to) {
+    switch ((int) type) {
+#define KVQ_CASE_READ(E, F, NAME, FAMILY, BITS, N, BYTES) case GGML_TYPE_##E: return to == GGML_TYPE_F16 ? kvq_read_rows<BITS, N, __half> : kvq_read_rows<BITS, N, float>;
+        KVQ_FOR_EACH_CACHE_TYPE(KVQ_CASE_READ)
+        default: GGML_ABORT("not a cache type");
+    }
+}
+
+static void kvq_launch_rows(ggml_backend_cuda_context & ctx, const kvq_rows_kernel kernel, const kvq_rows_args & a) {
+    const int64_t blocks = (a.n_blocks + KVQ_ROWS_WARPS - 1)/KVQ_ROWS_WARPS;
+    GGML_ASSERT(blocks <= INT_MAX);
+    if (blocks > 0) {
+        ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(dim3(blocks, 1, 1), dim3(32, KVQ_ROWS_WARPS, 1), size_t(0), ctx.stream()), a);
+    }
+}
+
+static kvq_rows_args kvq_rows_of(const ggml_tensor * src, const ggml_tensor * dst, const ggml_tensor * walked, const int64_t n_per_block) {
+    kvq_rows_args a = {};
+    a.src = (const char *) src->data;
+    a.dst = (char *) dst->data;
+    a.n_blocks   = ggml_nelements(walked)/n_per_block;
+    a.blocks_row = int(walked->ne[0]/n_per_block);
+    for (int i = 0; i < 3; ++i) {
+        a.ne[i]     = walked->ne[i + 1];
+        a.ne_dst[i] = dst->ne[i];
+    }
+    for (int i = 0; i < 4; ++i) {
+        a.nb_src[i] = src->nb[i];
+        a.nb_dst[i] = dst->nb[i];
+    }
+    return a;
+}
+
+void kvq_cuda_set_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    const ggml_tensor * src = dst->src[0], * index = dst->src[1];
+    kvq_rows_args a = kvq_rows_of(src, dst, src, ggml_blck_size(dst->type));
+    a.index   = (const char *) index->data;
+    a.index64 = index->type == GGML_TYPE_I64;
+    for (int i = 0; i < 3; ++i) { a.nb_index[i] = index->nb[i]; }
+    a.ne_index[0] = index->ne[1];
+    a.ne_index[1] = index->ne[2];
+    kvq_launch_rows(ctx, kvq_find_write(dst->type, src->type), a);
+}
+
+void kvq_cuda_get_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    const ggml_tensor * src = dst->src[0], * index = dst->src[1];
+    // dst [ne0, ne10, ne11, ne12]: row i10 of plane (i11, i12) comes from row index[i10, i11, i12] of the same plane
+    kvq_rows_args a = kvq_rows_of(src, dst, dst, ggml_blck_size(src->type));
+    a.index = (const char *) index->data;
+    for (int i = 0; i < 3; ++i) { a.nb_index[i] = index->nb[i]; }
+    a.ne_index[0] = index->ne[1];
+    a.ne_index[1] = index->ne[2];
+    kvq_launch_rows(ctx, kvq_find_read(src->type, dst->type), a);
+}
+
+void kvq_cuda_copy(ggml_backend_cuda_context & ctx, const ggml_tensor * src, ggml_tensor * dst) {
+    if (src->type == dst->type) {
+        if (ggml_is_contiguous(src) && ggml_is_contiguous(dst)) {
+            CUDA_CHECK(cudaMemcpyAsync(dst->data, src->data, ggml_nbytes(src), cudaMemcpyDeviceToDevice, ctx.stream()));
+            return;
+        }
+        const kvq_rows_args a = kvq_rows_of(src, dst, src, ggml_blck_size(src->type));
+        const int halves = int(ggml_row_size(src->type, src->ne[0])/2);
+        const int64_t n = halves*ggml_nrows(src);
+        const int64_t blocks = std::min<int64_t>((n + 255)/256, 1 << 20);
+        if (blocks > 0) {
+            ggml_cuda_kernel_launch(kvq_copy_blocks, ggml_cuda_kernel_launch_params(dim3(blocks, 1, 1), dim3(256, 1, 1), size_t(0), ctx.stream()), a, halves, n);
+        }
+    } else if (kvq_is_cache_type(dst->type)) {
+        kvq_launch_rows(ctx, kvq_find_write(dst->type, src->type), kvq_rows_of(src, dst, src, ggml_blck_size(dst->type)));
+    } else {
+        kvq_launch_rows(ctx, kvq_find_read(src->type, dst->type), kvq_rows_of(src, dst, src, ggml_blck_size(src->type)));
+    }
+}

@@ -1,0 +1,147 @@
+// One quantisation block per warp: quantise and dequantise with the rotation, bit for bit as the scalar reference does.
+#pragma once
+
+#include "kvq-codec.cuh"
+
+#include <float.h>
+
+struct kvq_threshold_list { float v[15]; };
+template <int BITS> __host__ __device__ constexpr kvq_threshold_list kvq_thresholds_of() {
+    kvq_threshold_list t = {};
+    for (int i = 0; i < (1 << BITS) - 1; ++i) {
+        t.v[i] = BITS == 2 ? KVQ_THRESHOLDS_2[i % 3] : BITS == 3 ? KVQ_THRESHOLDS_3[i % 7] : KVQ_THRESHOLDS_4[i % 15];
+    }
+    return t;
+}
+
+// level of a code, without a table in memory
+template <int BITS> static __device__ __forceinline__ int kvq_level(const int code) {
+    constexpr uint32_t w0 = kvq_level_word<BITS>(0, 0), w1 = kvq_level_word<BITS>(4, 0), w2 = kvq_level_word<BITS>(8, 0), w3 = kvq_level_word<BITS>(12, 0);
+    const int word = code >> 2;
+    const uint32_t w = word == 0 ? w0 : word == 1 ? w1 : word == 2 ? w2 : w3;
+    return int8_t(w >> (8*(code & 3)));
+}
+
+// Sum of buf[0..N) in the reference's order: 16 lanes in turn, then a tree. Every lane gets the result.
+template <int N> static __device__ __forceinline__ float kvq_sum_lanes(const float * buf, const int lane) {
+    float acc = 0.0f;
+    if (lane < 16) {
+#pragma unroll
+        for (int i = 0; i < N/16; ++i) {
+            acc = __fadd_rn(acc, buf[16*i + lane]);
+        }
+    }
+#pragma unroll
+    for (int w = 8; w >= 1; w /= 2) {
+        acc = __fadd_rn(acc, __shfl_down_sync(0xFFFFFFFFu, acc, w));
+    }
+    return __shfl_sync(0xFFFFFFFFu, acc, 0);
+}
+
+// Quantises one block. x: value i in lane i%32, register i/32 (zero past N). out: the block, 2-byte aligned.
+// buf: N floats, codes: N bytes of this warp's shared memory.
+template <int BITS, int N> static __device__ __forceinline__ void kvq_quantise_warp(float * x, uint8_t * out, float * buf, uint8_t * codes, const int lane) {
+    constexpr int R = kvq_hadamard<N>::regs;
+    using B = kvq_block<BITS, N>;
+    kvq_apply_signs<N>(x, lane);
+    kvq_hadamard_warp<N, false>(x, buf, lane);
+
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        if (r*32 + lane < N) {
+            buf[r*32 + lane] = __fmul_rn(x[r], x[r]);
+        }
+    }
+    __syncwarp();
+    const float sigma = __fsqrt_rn(__fdiv_rn(kvq_sum_lanes<N>(buf, lane), float(N)));
+    __syncwarp();
+
+    constexpr kvq_threshold_list t = kvq_thresholds_of<BITS>();
+    int den = 0;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        if (r*32 + lane < N) {
+            int code = 0;
+#pragma unroll
+            for (int i = 0; i < (1 << BITS) - 1; ++i) {
+                code += x[r] > __fmul_rn(t.v[i], sigma);
+            }
+            const int level = kvq_level<BITS>(code);
+            den += level*level;
+            codes[r*32 + lane] = uint8_t(code);
+            buf[r*32 + lane] = __fmul_rn(x[r], float(level));
+        }
+    }
+    __syncwarp();
+    const float num = kvq_sum_lanes<N>(buf, lane);
+#pragma unroll
+    for (int w = 16; w >= 1; w /= 2) {
+        den += __shfl_xor_sync(0xFFFFFFFFu, den, w);
+    }
+    const float f = __fdiv_rn(kvq_scale_of<BITS>(), __fsqrt_rn(float(N)));
+    const float d = __fmul_rn(__fdiv_rn(num, float(den)), f);
+
+    // 16 bits a store
+    for (int u = lane; u < B::scale_off/2; u += 32) {
+        uint32_t w = 0;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int b = 2*u + c;
+            uint32_t byte = 0;
+            if constexpr (BITS == 4) {
+                byte = codes[b] | (codes[N/2 + b] << 4);
+            } else {
+                if (b < N/4) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        byte |= uint32_t(codes[k*(N/4) + b] & 3) << (2*k);
+                    }
+                } else {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+                        for (int s = 0; s < 2; ++s) {
+                            byte |= uint32_t((codes[k*(N/4) + b - N/4 + s*(N/8)] >> 2) & 1) << (2*k + s);
+                        }
+                    }
+                }
+            }
+            w |= byte << (8*c);
+        }
+        ((uint16_t *) out)[u] = uint16_t(w);
+    }
+    if (lane == 0) {
+        *(__half *) (out + B::scale_off) = __float2half_rn(fminf(d, 65504.0f));
+    }
+    __syncwarp();
+}
+
+// Dequantises one block into x: value i in lane i%32, register i/32. buf: N floats of this warp's shared memory.
+template <int BITS, int N> static __device__ __forceinline__ void kvq_dequantise_warp(const uint8_t * in, float * x, float * buf, const int lane) {
+    constexpr int R = kvq_hadamard<N>::regs;
+    using B = kvq_block<BITS, N>;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        const int i = r*32 + lane < N ? r*32 + lane : 0;
+        int code;
+        if constexpr (BITS == 4) {
+            code = i < N/2 ? in[i] & 15 : in[i - N/2] >> 4;
+        } else {
+            const int k = i/(N/4), b = i % (N/4);
+            code = (in[b] >> (2*k)) & 3;
+            if constexpr (BITS == 3) {
+                code |= ((in[N/4 + b % (N/8)] >> (2*k + b/(N/8))) & 1) << 2;
+            }
+        }
+        x[r] = float(kvq_level<BITS>(code));
+    }
+    kvq_hadamard_warp<N, true>(x, buf, lane);
+    kvq_apply_signs<N>(x, lane);
+    const float g = __fdiv_rn(1.0f, __fmul_rn(kvq_scale_of<BITS>(), __fsqrt_rn(float(N))));
+    const float d = __fmul_rn(__half2float(*(const __half *) (in + B::scale_off)), g);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        x[r] = __fmul_rn(x[r], d);
+    }
+}
