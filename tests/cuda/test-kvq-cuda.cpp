@@ -1,0 +1,433 @@
+// Every CUDA operation of the cache types against the CPU backend, which defines the right answer.
+//   test-kvq-cuda            the whole grid; exit code 1 when something differs, 77 without a CUDA device
+//   test-kvq-cuda quick      a small grid, for compute-sanitizer
+//   test-kvq-cuda time       attention and cache writes timed beside upstream's f16, q8_0 and q4_0
+#include "ggml.h"
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "kvq.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+typedef std::vector<uint8_t> bytes;
+
+static ggml_backend_t gpu, cpu;
+static int failures, checks;
+static std::mt19937 rng(7);
+
+struct tensor_data { ggml_tensor * tensor; const bytes * data; };
+
+struct graph_build {
+    ggml_context * ctx;
+    std::vector<tensor_data> inputs;
+
+    ggml_tensor * input(const ggml_type type, const std::vector<int64_t> & ne, const bytes & data) {
+        ggml_tensor * t = ggml_new_tensor(ctx, type, int(ne.size()), ne.data());
+        GGML_ASSERT(ggml_nbytes(t) == data.size());
+        inputs.push_back({ t, &data });
+        return t;
+    }
+};
+
+// Computes what `build` describes on one backend and returns the result's bytes; the whole of `watch`, if it sets one.
+static bytes compute(const ggml_backend_t backend, const std::function<ggml_tensor * (graph_build &, ggml_tensor **)> & build) {
+    ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*64 + ggml_graph_overhead(), nullptr, true });
+    graph_build b = { ctx, {} };
+    ggml_tensor * watch = nullptr;
+    ggml_tensor * out = build(b, &watch);
+    ggml_cgraph * graph = ggml_new_graph(ctx);
+    ggml_build_forward_expand(graph, out);
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        ggml_tensor * node = ggml_graph_node(graph, i);
+        if (!ggml_backend_supports_op(backend, node)) {
+            printf("FAIL: %s does not support %s to %s\n", ggml_backend_name(backend), ggml_op_name(node->op), ggml_type_name(node->type));
+            failures++;
+            ggml_free(ctx);
+            return {};
+        }
+    }
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
+    ggml_backend_buffer_clear(buffer, 0xFF);          // poison: NaN wherever nothing is written
+    for (const tensor_data & t : b.inputs) {
+        ggml_backend_tensor_set(t.tensor, t.data->data(), 0, t.data->size());
+    }
+    GGML_ASSERT(ggml_backend_graph_compute(backend, graph) == GGML_STATUS_SUCCESS);
+    const ggml_tensor * result = watch ? watch : out;
+    bytes r(ggml_nbytes(result));
+    ggml_backend_tensor_get(result, r.data(), 0, r.size());
+    ggml_backend_buffer_free(buffer);
+    ggml_free(ctx);
+    return r;
+}
+
+static bytes gaussian(const size_t n, const float sigma) {
+    bytes b(n*sizeof(float));
+    std::normal_distribution<float> d(0.0f, sigma);
+    for (size_t i = 0; i < n; ++i) {
+        ((float *) b.data())[i] = d(rng);
+    }
+    return b;
+}
+
+// n random values in the given type
+static bytes cache_data(const ggml_type type, const int64_t row, const int64_t rows) {
+    const bytes x = gaussian(size_t(row*rows), 1.0f);
+    bytes y(ggml_row_size(type, row)*rows);
+    if (type == GGML_TYPE_F32) {
+        return x;
+    }
+    ggml_get_type_traits(type)->from_float_ref((const float *) x.data(), y.data(), row*rows);
+    return y;
+}
+
+static double relative_error(const bytes & a, const bytes & b) {
+    if (a.size() != b.size() || a.empty()) {
+        return INFINITY;
+    }
+    const float * x = (const float *) a.data(), * y = (const float *) b.data();
+    double num = 0.0, den = 1e-30;
+    for (size_t i = 0; i < a.size()/sizeof(float); ++i) {
+        num += double(x[i] - y[i])*(x[i] - y[i]);
+        den += double(y[i])*y[i];
+    }
+    return sqrt(num/den);
+}
+
+static void report(const bool good, const std::string & what) {
+    checks++;
+    if (!good) {
+        failures++;
+        printf("FAIL: %s\n", what.c_str());
+        fflush(stdout);
+    }
+}
+
+// ---- rows ----
+
+static std::vector<ggml_type> cache_types() {
+    return {
+#define KVQ_TYPE(E, F, NAME, FAMILY, BITS, N, BYTES) GGML_TYPE_##E,
+        KVQ_FOR_EACH_CACHE_TYPE(KVQ_TYPE)
+#undef KVQ_TYPE
+    };
+}
+
+static void check_rows(const ggml_type type) {
+    const int64_t n = ggml_blck_size(type), row = 3*n, rows = 11, table = 37;
+    const std::string name = ggml_type_name(type);
+    auto same = [&](const std::string & op, const std::function<ggml_tensor * (graph_build &, ggml_tensor **)> & build) {
+        const bytes a = compute(gpu, build), b = compute(cpu, build);
+        report(!a.empty() && a == b, op + " of " + name + " differs from the CPU");
+    };
+    for (const float sigma : { 1.0f, 1e-3f, 300.0f }) {
+        bytes x = gaussian(row*rows*2, sigma);
+        std::fill(x.begin(), x.begin() + n*sizeof(float), uint8_t(0));             // a block of zeros
+        const bytes blocks = cache_data(type, row, table*2);
+        bytes i32(rows*4), i64(rows*8);
+        std::vector<int> order(table);
+        for (int i = 0; i < table; ++i) { order[i] = i; }
+        std::shuffle(order.begin(), order.end(), rng);
+        for (int i = 0; i < rows; ++i) {
+            ((int32_t *) i32.data())[i] = order[i];
+            ((int64_t *) i64.data())[i] = order[i];
+        }
+        for (const bool wide : { false, true }) {
+            same("SET_ROWS", [&](graph_build & b, ggml_tensor ** watch) {
+                *watch = b.input(type, { row, table, 2 }, blocks);
+                return ggml_set_rows(b.ctx, *watch, b.input(GGML_TYPE_F32, { row, rows, 2 }, x), wide ? b.input(GGML_TYPE_I64, { rows }, i64) : b.input(GGML_TYPE_I32, { rows }, i32));
+            });
+        }
+        same("GET_ROWS", [&](graph_build & b, ggml_tensor **) {
+            ggml_tensor * t = b.input(type, { row, table*2 }, blocks);
+            return ggml_get_rows(b.ctx, t, b.input(GGML_TYPE_I32, { rows }, i32));
+        });
+        same("CPY from f32", [&](graph_build & b, ggml_tensor ** watch) {
+            *watch = b.input(type, { row, table, 2 }, blocks);
+            ggml_tensor * view = ggml_view_2d(b.ctx, *watch, row, rows*2, (*watch)->nb[1], 3*(*watch)->nb[1]);   // the CPU needs a contiguous target
+            return ggml_cpy(b.ctx, b.input(GGML_TYPE_F32, { row, rows, 2 }, x), view);
+        });
+        same("CPY to f32", [&](graph_build & b, ggml_tensor **) {
+            ggml_tensor * t = b.input(type, { row, table, 2 }, blocks);
+            return ggml_cast(b.ctx, ggml_view_3d(b.ctx, t, row, rows, 2, t->nb[1], t->nb[2], t->nb[1]), GGML_TYPE_F32);
+        });
+        same("CPY of heads to f32", [&](graph_build & b, ggml_tensor **) {
+            ggml_tensor * t = b.input(type, { row, table, 2 }, blocks);
+            return ggml_cast(b.ctx, ggml_view_3d(b.ctx, t, n, 3, rows, ggml_row_size(type, n), t->nb[1], 2*t->nb[1]), GGML_TYPE_F32);
+        });
+        same("CPY between caches", [&](graph_build & b, ggml_tensor ** watch) {
+            *watch = b.input(type, { row, table, 2 }, blocks);
+            ggml_tensor * from = b.input(type, { row, table*2 }, blocks);
+            ggml_tensor * view = ggml_view_3d(b.ctx, *watch, row, rows, 2, (*watch)->nb[1], (*watch)->nb[2], 5*(*watch)->nb[1]);
+            return ggml_cpy(b.ctx, ggml_view_3d(b.ctx, from, row, rows, 2, from->nb[1], 13*from->nb[1], from->nb[1]), view);
+        });
+    }
+}
+
+// ---- attention ----
+
+struct attention {
+    ggml_type tk, tv;
+    int dk, dv, heads_kv, gqa, tokens, seqs, n_kv;
+    bool mask = true, sinks = false, v_is_k = false, one_mask = false;
+    float softcap = 0.0f, max_bias = 0.0f;
+};
+
+static std::string text(const attention & p) {
+    char s[256];
+    snprintf(s, sizeof(s), "%s/%s d %d/%d kv heads %d gqa %d tokens %d seqs %d n_kv %d%s%s%s%s%s", ggml_type_name(p.tk), ggml_type_name(p.tv), p.dk, p.dv, p.heads_kv,
+        p.gqa, p.tokens, p.seqs, p.n_kv, p.mask ? " mask" : "", p.sinks ? " sinks" : "", p.v_is_k ? " V in K" : "", p.softcap != 0 ? " softcap" : "", p.max_bias > 0 ? " alibi" : "");
+    return s;
+}
+
+struct attention_data { bytes q, k, v, mask, sinks; };
+
+static attention_data make_data(const attention & p) {
+    attention_data d;
+    const int heads = p.heads_kv*p.gqa;
+    d.q = gaussian(size_t(p.dk)*heads*p.tokens*p.seqs, 2.0f);
+    d.k = cache_data(p.tk, p.dk*p.heads_kv, int64_t(p.n_kv + 2)*p.seqs);
+    if (!p.v_is_k) {
+        d.v = cache_data(p.tv, p.dv*p.heads_kv, int64_t(p.n_kv + 2)*p.seqs);
+    }
+    const int mask_seqs = p.one_mask ? 1 : p.seqs;
+    d.mask.resize(size_t(2)*p.n_kv*p.tokens*mask_seqs);
+    for (size_t i = 0; i < d.mask.size()/2; ++i) {
+        const int c = int(i % p.n_kv), t = int(i/p.n_kv % p.tokens), s = int(i/p.n_kv/p.tokens);
+        // causal, each sequence with its own length, a few holes, biases for ALiBi
+        const bool hidden = c > p.n_kv - p.tokens - 7*s + t || (c % 97 == 13);
+        ((ggml_fp16_t *) d.mask.data())[i] = ggml_fp32_to_fp16(hidden && c > 0 ? -INFINITY : p.max_bias > 0 ? -float((c*7 + t) % 50)/16.0f : 0.0f);
+    }
+    d.sinks = gaussian(heads, 1.0f);
+    return d;
+}
+
+static ggml_tensor * build_attention(const attention & p, const attention_data & d, graph_build & b) {
+    auto heads_of = [&](const ggml_type type, const int dim, const bytes & data) {
+        ggml_tensor * t = b.input(type, { int64_t(dim)*p.heads_kv, p.n_kv + 2, p.seqs }, data);
+        t = ggml_view_4d(b.ctx, t, dim, p.heads_kv, p.n_kv, p.seqs, ggml_row_size(type, dim), t->nb[1], t->nb[2], 0);
+        return ggml_permute(b.ctx, t, 0, 2, 1, 3);
+    };
+    const int heads = p.heads_kv*p.gqa;
+    ggml_tensor * q = ggml_permute(b.ctx, b.input(GGML_TYPE_F32, { p.dk, heads, p.tokens, p.seqs }, d.q), 0, 2, 1, 3);
+    ggml_tensor * k = heads_of(p.tk, p.dk, d.k);
+    ggml_tensor * v = p.v_is_k ? ggml_view_4d(b.ctx, k, p.dv, p.n_kv, p.heads_kv, p.seqs, k->nb[1], k->nb[2], k->nb[3], 0) : heads_of(p.tv, p.dv, d.v);
+    ggml_tensor * mask = p.mask ? b.input(GGML_TYPE_F16, { p.n_kv, p.tokens, 1, p.one_mask ? 1 : p.seqs }, d.mask) : nullptr;
+    ggml_tensor * out = ggml_flash_attn_ext(b.ctx, q, k, v, mask, 1.0f/sqrtf(float(p.dk)), p.max_bias, p.softcap);
+    if (p.sinks) {
+        ggml_flash_attn_ext_add_sinks(out, b.input(GGML_TYPE_F32, { heads }, d.sinks));
+    }
+    ggml_prec_set_acc(out, GGML_PREC_F32);
+    return out;
+}
+
+static void check_attention(const attention & p) {
+    const attention_data d = make_data(p);
+    auto build = [&](graph_build & b, ggml_tensor **) { return build_attention(p, d, b); };
+    const bytes a = compute(gpu, build), b = compute(cpu, build);
+    const double e = relative_error(a, b);
+    // int8 products with 16-bit queries and weights stay below 1e-3, the f16 tiles of larger batches below 1e-2
+    const double limit = p.tokens*p.gqa <= 32 && kvq_is_cache_type(p.tk) && kvq_is_cache_type(p.tv) ? 1e-3 : 1e-2;
+    char s[64];
+    snprintf(s, sizeof(s), "error %.2e above %.0e: ", e, limit);
+    report(e < limit, s + text(p));
+}
+
+static ggml_type member(const int bits, const int d) {
+    return kvq_type_for_head(bits == 2 ? GGML_TYPE_TURBO2_128 : bits == 3 ? GGML_TYPE_TURBO3_128 : GGML_TYPE_TURBO4_128, d);
+}
+static ggml_type type_of(const int store, const int d) {
+    return store == 16 ? GGML_TYPE_F16 : store == 8 ? GGML_TYPE_Q8_0 : member(store, d);
+}
+
+static void check_all(const bool quick) {
+    auto P = [](const int k, const int v, const int d, const int heads_kv, const int gqa, const int tokens, const int seqs, const int n_kv) {
+        attention p;
+        p.tk = type_of(k, d); p.tv = type_of(v, d); p.dk = p.dv = d; p.heads_kv = heads_kv; p.gqa = gqa; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
+        return p;
+    };
+    if (quick) {
+        check_rows(member(3, 128));
+        check_rows(member(2, 80));
+        for (const int s : { 2, 3, 4 }) {
+            check_attention(P(s, s, 128, 8, 4, 1, 1, 200));
+            check_attention(P(s, s, 64, 3, 2, 3, 2, 131));
+            check_attention(P(s, s, 128, 2, 4, 33, 1, 133));
+        }
+        check_attention(P(16, 3, 128, 2, 4, 1, 1, 100));
+        check_attention(P(4, 8, 96, 1, 4, 1, 1, 100));
+        attention p = P(3, 3, 256, 2, 4, 9, 1, 140);
+        p.sinks = true;
+        check_attention(p);
+        return;
+    }
+    for (const ggml_type type : cache_types()) {
+        check_rows(type);
+    }
+    const int stores[] = { 2, 3, 4, 8, 16 };
+    for (const int k : stores) {
+        for (const int v : stores) {
+            if (k > 4 && v > 4) {
+                continue;
+            }
+            for (const int d : { 64, 128, 256, 96 }) {
+                for (const int tokens : { 1, 3, 20 }) {
+                    check_attention(P(k, v, d, 2, 4, tokens, 1, 333));
+                }
+            }
+        }
+    }
+    for (const int s : { 2, 3, 4 }) {
+        for (const int d : { 64, 80, 96, 112, 128, 192, 256, 512 }) {
+            for (const int tokens : { 1, 2, 8, 40 }) {
+                check_attention(P(s, s, d, 2, 2, tokens, 2, 261));
+            }
+        }
+        for (const int gqa : { 1, 2, 3, 4, 5, 6, 7, 8, 12, 16 }) {
+            for (const int tokens : { 1, 4, 17 }) {
+                check_attention(P(s, s, 128, 2, gqa, tokens, 1, 300));
+            }
+        }
+        for (const int tokens : { 1, 2, 3, 4, 8, 9, 17, 33, 512 }) {
+            check_attention(P(s, s, 128, tokens > 100 ? 1 : 8, 4, tokens, 1, 700));
+        }
+        for (const int heads_kv : { 1, 3, 4, 5, 8, 10, 16 }) {
+            check_attention(P(s, s, 128, heads_kv, 2, 1, 2, 500));
+            check_attention(P(s, s, 64,  heads_kv, 1, 2, 1, 77));
+        }
+        for (const int n_kv : { 1, 2, 31, 63, 64, 65, 255, 256, 1025, 5000 }) {
+            check_attention(P(s, s, 128, 8, 4, 1, 1, n_kv));
+        }
+        for (const int tokens : { 1, 5, 50 }) {
+            attention p = P(s, s, 128, 4, 4, tokens, 3, 400);
+            p.sinks = true;                       check_attention(p);
+            p.softcap = 15.0f;                    check_attention(p);
+            p.sinks = false; p.one_mask = true;   check_attention(p);
+            p.softcap = 0.0f; p.max_bias = 8.0f;  check_attention(p);
+            p.max_bias = 0.0f; p.mask = false;    check_attention(p);
+            attention m = P(s, s, 64, 1, 16, tokens, 1, 300);
+            m.dk = 576; m.dv = 512; m.v_is_k = true; check_attention(m);
+            attention x = P(s, s, 192, 2, 8, tokens, 1, 300);
+            x.dv = 128; x.tv = member(s, 128);    check_attention(x);
+        }
+    }
+}
+
+// ---- timing ----
+
+static double seconds_of(const ggml_backend_t backend, const std::function<ggml_tensor * (graph_build &, int)> & build, const int copies, const int repeats) {
+    ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*2048 + ggml_graph_overhead_custom(4096, false), nullptr, true });
+    graph_build b = { ctx, {} };
+    ggml_cgraph * graph = ggml_new_graph_custom(ctx, 4096, false);
+    for (int i = 0; i < copies; ++i) {
+        ggml_build_forward_expand(graph, build(b, i));
+    }
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
+    for (const tensor_data & t : b.inputs) {
+        ggml_backend_tensor_set(t.tensor, t.data->data(), 0, t.data->size());
+    }
+    std::vector<double> times;
+    for (int r = 0; r < repeats + 3; ++r) {
+        const auto t0 = std::chrono::steady_clock::now();
+        ggml_backend_graph_compute(backend, graph);
+        ggml_backend_synchronize(backend);
+        if (r >= 3) {
+            times.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - t0).count()/copies);
+        }
+    }
+    ggml_backend_buffer_free(buffer);
+    ggml_free(ctx);
+    std::sort(times.begin(), times.end());
+    return times[times.size()/2];
+}
+
+static void time_attention(const ggml_type tk, const ggml_type tv, const int tokens, const int seqs, const int n_kv, const double copy_rate) {
+    attention p;
+    p.tk = tk; p.tv = tv; p.dk = p.dv = 128; p.heads_kv = 8; p.gqa = 4; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
+    attention_data d;
+    d.q = gaussian(size_t(p.dk)*32*tokens*seqs, 2.0f);
+    // one random megatoken pattern repeated is enough for timing, and quick to make
+    auto repeat = [&](const ggml_type type) {
+        const bytes one = cache_data(type, 1024, 1024);
+        bytes all(ggml_row_size(type, 1024)*size_t(n_kv + 2)*seqs);
+        for (size_t at = 0; at < all.size(); at += one.size()) {
+            memcpy(all.data() + at, one.data(), std::min(one.size(), all.size() - at));
+        }
+        return all;
+    };
+    d.k = repeat(tk);
+    d.v = repeat(tv);
+    d.mask.assign(size_t(2)*n_kv*tokens*seqs, 0);
+    const double bytes_read = double(ggml_row_size(tk, 1024) + ggml_row_size(tv, 1024))*n_kv*seqs;
+    const int copies = tokens > 64 ? 1 : std::max(2, std::min(16, int(5e8/bytes_read)));
+    const double s = seconds_of(gpu, [&](graph_build & b, int) { return build_attention(p, d, b); }, copies, tokens > 64 ? 5 : 15);
+    printf("attention %-8s %-8s tokens %3d seqs %d n_kv %6d: %9.1f us %6.0f GB/s = %4.1f %% of copy %6.1f TFLOP/s\n", ggml_type_name(tk), ggml_type_name(tv), tokens, seqs, n_kv,
+        s*1e6, bytes_read/s*1e-9, 100.0*bytes_read/s/copy_rate, 4.0*32*128*double(n_kv)*tokens*seqs/s*1e-12);
+    fflush(stdout);
+}
+
+static void time_all() {
+    const bytes big(size_t(1) << 30, 1);
+    const double copy = seconds_of(gpu, [&](graph_build & b, int) { return ggml_dup(b.ctx, b.input(GGML_TYPE_F32, { int64_t(1) << 28 }, big)); }, 2, 9);
+    const double rate = 2.0*double(big.size())/copy;
+    printf("copy %.0f GB/s, read plus written\n", rate*1e-9);
+    const ggml_type types[] = { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128 };
+    for (const int n_kv : { 256, 4096, 32768, 131072 }) {
+        for (const ggml_type t : types) {
+            time_attention(t, t, 1, 1, n_kv, rate);
+        }
+    }
+    for (const int tokens : { 2, 4, 8, 512 }) {
+        for (const ggml_type t : types) {
+            time_attention(t, t, tokens, 1, 32768, rate);
+        }
+    }
+    for (const ggml_type t : types) {
+        time_attention(t, t, 1, 8, 32768, rate);
+    }
+    for (const int rows : { 1, 512 }) {
+        const bytes x = gaussian(size_t(1024)*rows, 1.0f);
+        bytes index(size_t(8)*rows);
+        for (int i = 0; i < rows; ++i) { ((int64_t *) index.data())[i] = 3*i; }
+        for (const ggml_type t : types) {
+            const double s = seconds_of(gpu, [&](graph_build & b, int) {
+                ggml_tensor * table = ggml_new_tensor_2d(b.ctx, t, 1024, 4096);
+                return ggml_set_rows(b.ctx, table, b.input(GGML_TYPE_F32, { 1024, rows }, x), b.input(GGML_TYPE_I64, { rows }, index));
+            }, 32, 15);
+            printf("SET_ROWS %-8s rows %3d: %6.2f us\n", ggml_type_name(t), rows, s*1e6);
+        }
+    }
+}
+
+int main(int argc, char ** argv) {
+    const std::string mode = argc > 1 ? argv[1] : "";
+    ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_GPU);
+    if (!device) {
+        printf("no GPU\n");
+        return 77;
+    }
+    gpu = ggml_backend_dev_init(device, nullptr);
+    cpu = ggml_backend_cpu_init();
+    ggml_backend_cpu_set_n_threads(cpu, int(std::max(1u, std::thread::hardware_concurrency())));
+    ggml_backend_cpu_set_use_ref(cpu, true);
+    printf("%s against %s\n", ggml_backend_dev_description(device), ggml_backend_name(cpu));
+    if (mode == "time") {
+        time_all();
+    } else {
+        check_all(mode == "quick");
+        printf("%d checks, %d failures\n", checks, failures);
+    }
+    ggml_backend_free(gpu);
+    ggml_backend_free(cpu);
+    return failures != 0;
+}

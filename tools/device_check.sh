@@ -1,0 +1,73 @@
+#!/bin/bash
+# Build, check and time the CUDA kernels on a machine with a GPU, nvcc, CMake, ninja and Python, without a network.
+#
+#   tools/device_check.sh pack OUT.tar.xz     here: the patched upstream tree and this repository, in one archive
+#   tools/device_check.sh run DIR [STEP...]   there, in the unpacked archive: build in DIR, then the steps, by default
+#                                             check sanitize time model
+# Steps: check (grid against the CPU), sanitize (compute-sanitizer on a small grid), time (kernels), model (llama-bench on
+# an 8B-shaped random model), long (a context of 1,000,000 tokens). Under ten minutes on 16 cores and one H200.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+pack() {
+    local out=$1 tree
+    tree=$(python3 tools/vendor.py)
+    local stage
+    stage=$(mktemp -d)
+    mkdir -p "$stage/pykvq-device/upstream/vendor/llama.cpp"
+    git ls-files -z | tar --null -T - -cf - | tar -xf - -C "$stage/pykvq-device"
+    (cd "$tree" && tar -cf - LICENSE.md llama_cpp) | tar -xf - -C "$stage/pykvq-device/upstream"
+    (cd "$tree/vendor/llama.cpp" && tar --exclude=tools/ui --exclude=ggml/src/ggml-vulkan --exclude=ggml/src/ggml-sycl \
+        --exclude=ggml/src/ggml-opencl --exclude=ggml/src/ggml-hexagon --exclude=ggml/src/ggml-webgpu --exclude=ggml/src/ggml-cann \
+        -cf - CMakeLists.txt LICENSE cmake common ggml include src tools vendor gguf-py licenses) | tar -xf - -C "$stage/pykvq-device/upstream/vendor/llama.cpp"
+    # fixed time stamps: an object built from one archive stays valid for the next where the source did not change
+    find "$stage" -exec touch -h -d 2020-01-01 {} +
+    tar -cJf "$out" -C "$stage" pykvq-device
+    rm -rf "$stage"
+    ls -l "$out"
+}
+
+build() {
+    local dir=$1
+    # the default architecture is the machine's own; the programs are the few that the steps use
+    cmake -S . -B "$dir" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_CUDA=ON -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF \
+        -DCMAKE_CUDA_ARCHITECTURES="${ARCH:-native}" -DPYKVQ_UPSTREAM_DIR="$PWD/upstream" -DPYKVQ_BUILD_TESTS=ON > "$dir.configure.log" 2>&1 || { tail -30 "$dir.configure.log"; exit 1; }
+    cmake --build "$dir" --target test-kvq-cuda llama-bench llama-batched-bench > "$dir.build.log" 2>&1 || { grep -E "error|FAILED" -A8 "$dir.build.log" | head -60; exit 1; }
+}
+
+program() { find "$1" -type f -name "$2" -perm -u+x | head -1; }
+
+step() {
+    local dir=$1
+    case $2 in
+    check)    "$(program "$dir" test-kvq-cuda)" ;;
+    sanitize) for tool in memcheck racecheck; do
+                  compute-sanitizer --tool $tool --print-limit 5 "$(program "$dir" test-kvq-cuda)" quick
+              done ;;
+    time)     "$(program "$dir" test-kvq-cuda)" time ;;
+    model)    local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf} bench
+              bench=$(program "$dir" llama-bench)
+              [ -f "$gguf" ] || PYTHONPATH=upstream/vendor/llama.cpp/gguf-py python3 tools/random_gguf.py "$gguf"
+              for t in ${TYPES:-f16 turbo2 turbo3 turbo4}; do
+                  "$bench" -m "$gguf" -ngl 99 -fa 1 -ctk $t -ctv $t -p 512 -n 32 -d ${DEPTHS:-0,32768,131072} -r ${REPEAT:-2} -o md 2>&1 | grep -E "\| (qwen|model)|error|kvq" || true
+              done ;;
+    streams)  local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf}
+              for t in ${TYPES:-f16 turbo2 turbo3 turbo4}; do
+                  "$(program "$dir" llama-batched-bench)" -m "$gguf" -ngl 99 -fa on -ctk $t -ctv $t -c 266240 -npp 32768 -ntg 32 -npl 8 -b 2048 -ub 512 2>&1 | grep -E "^\|" | tail -1 | sed "s/^/$t /"
+              done ;;
+    long)     local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf}
+              for t in ${TYPES:-turbo2}; do
+                  "$(program "$dir" llama-bench)" -m "$gguf" -ngl 99 -fa 1 -ctk $t -ctv $t -p 0 -n 16 -d 1000000 -r 1 -b 2048 -ub 2048 -o md 2>&1 | grep -E "\| qwen|error|kvq|fail" || true
+              done ;;
+    *)        echo "unknown step $2"; exit 2 ;;
+    esac
+}
+
+case ${1:-} in
+pack) pack "$2" ;;
+run)  dir=$2; shift 2
+      [ $# -gt 0 ] || set -- check sanitize time model
+      date; build "$dir"; date
+      for s in "$@"; do echo "== $s"; step "$dir" "$s"; date; done ;;
+*)    sed -n '2,10p' "$0"; exit 2 ;;
+esac
