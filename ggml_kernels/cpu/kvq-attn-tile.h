@@ -1,5 +1,8 @@
 // The four products of an attention tile: logits and weighted sums, over packed blocks and over floats. A tile is up to
 // 64 tokens of one KV head, met by up to 32 query rows that share it; each block is unpacked once for all of them.
+//
+// The result of a row does not depend, to the last bit, on the rows that it is computed with. A token that none of them
+// sees has a null pointer and costs nothing; the logits of hidden tokens are unspecified, their weights zero.
 #pragma once
 
 #include "kvq-codes.h"
@@ -30,6 +33,10 @@ template <int BYTES> static inline void prefetch(const uint8_t * block, size_t a
 template <int BITS, int N>
 static void unpack_keys(const uint8_t * const * token, size_t offset, int n, size_t ahead, int8_t * level, int8_t * magnitude, uint16_t * d) {
     for (int t = 0; t < n; t++) {
+        if (!token[t]) {
+            d[t] = 0;
+            continue;
+        }
         const uint8_t * block = token[t] + offset;
         prefetch<block_bytes<BITS, N>>(block, ahead);
         unpack<BITS, N>(block, level + t*tile_stride<N>, magnitude + t*tile_stride<N>);
@@ -37,7 +44,7 @@ static void unpack_keys(const uint8_t * const * token, size_t offset, int n, siz
     }
 }
 
-// logit[r][t] (+)= level[t] . query[r] * d[t] * unit[r]; entries past the last token are unspecified
+// logit[r][t] (+)= level[t] . query[r] * d[t] * unit[r]; n is a multiple of 16
 template <int N>
 static void add_logits(const int8_t * level, const int8_t * magnitude, const uint16_t * d, int n, const int8_t * query,
                        size_t query_stride, const float * unit, size_t unit_stride, int rows, float * logit, bool add_to) {
@@ -104,7 +111,7 @@ template <int R>
 static inline void add_row_block(const int8_t * value, int n_value, const int16_t * weight, int tokens, const float * alpha,
                                  const float * scale, float * acc, size_t stride) {
     constexpr int C = R <= 2 ? 4 : 2;   // as many accumulators as registers hold
-    const int pairs = (tokens + 1)/2;
+    const int pairs = tokens/2;
     int i = 0;
     for (; i + 8*C <= n_value; i += 8*C) {
         add_pairs<R, C>(value + 2*i, n_value, weight, pairs, alpha, scale, acc + i, stride);
@@ -117,9 +124,11 @@ static inline void add_row_block(const int8_t * value, int n_value, const int16_
 template <int BITS, int N>
 static inline void unpack_values(const uint8_t * const * token, size_t offset, int n, int8_t * value) {
     for (int t = 0; t < n; t += 2) {
-        // the weight of a missing partner is zero
-        const uint8_t * second = token[t + 1 < n ? t + 1 : t];
-        unpack_pair<BITS, N>(token[t] + offset, second + offset, value + t*N);
+        const uint8_t * first = token[t], * second = token[t + 1];
+        if (first || second) {
+            // the weight of a missing partner is zero
+            unpack_pair<BITS, N>((first ? first : second) + offset, (second ? second : first) + offset, value + t*N);
+        }
     }
 }
 
@@ -173,7 +182,9 @@ static inline void add_row_block(const int8_t * value, int n_value, const int16_
 template <int BITS, int N>
 static inline void unpack_values(const uint8_t * const * token, size_t offset, int n, int8_t * value) {
     for (int t = 0; t < n; t++) {
-        unpack<BITS, N>(token[t] + offset, value + t*N, nullptr);
+        if (token[t]) {
+            unpack<BITS, N>(token[t] + offset, value + t*N, nullptr);
+        }
     }
 }
 
@@ -183,36 +194,38 @@ static inline void unpack_values(const uint8_t * const * token, size_t offset, i
 template <int BITS, int N>
 static void add_values(const uint8_t * const * token, size_t offset, int n, size_t ahead, const float * weight, const float * alpha,
                        const float * beta, int rows, float * acc, size_t stride, int8_t * value, int16_t * fixed) {
-    uint16_t d[TILE];
+    uint16_t bits[TILE];
     for (int t = 0; t < n; t++) {
-        d[t] = block_scale_bits<BITS, N>(token[t] + offset);
-        prefetch<block_bytes<BITS, N>>(token[t] + offset, ahead);
-    }
-    for (int t = n; t < round_up(n, 16); t++) {
-        d[t] = 0;
-    }
-    const f32x16 finite = set1(65520.0f), zero = set1(0.0f);
-    f32x16 tops = zero;
-    for (int t = 0; t < n; t += 16) {
-        const f32x16 a = abs(load_f16(d + t));
-        tops = max(select_lt(a, finite, a, zero), tops);
-    }
-    const float top = max_of(tops);
-    const f32x16 to_fixed = set1(top > 0.0f ? 32767.0f/top : 0.0f);
-    for (int t = 0; t < n; t += 16) {
-        const f32x16 x = load_f16(d + t);
-        // only a damaged block has no finite scale; no weight fits it
-        const f32x16 f = mul(select_lt(abs(x), finite, x, zero), to_fixed);
-        for (int r = 0; r < rows; r++) {
-            store_i16(fixed + r*TILE + t, mul(load(weight + r*TILE + t), f));
+        bits[t] = 0;
+        if (token[t]) {
+            bits[t] = block_scale_bits<BITS, N>(token[t] + offset);
+            prefetch<block_bytes<BITS, N>>(token[t] + offset, ahead);
         }
     }
-    unpack_values<BITS, N>(token, offset, n, value);
+    const f32x16 finite = set1(65520.0f), zero = set1(0.0f);
+    float d[TILE];
+    for (int t = 0; t < n; t += 16) {
+        // only a damaged block has no finite scale; no weight fits it
+        const f32x16 x = load_f16(bits + t);
+        store(d + t, select_lt(abs(x), finite, x, zero));
+    }
 
     float scale[ROWS];
     for (int r = 0; r < rows; r++) {
-        scale[r] = beta[r]*(top*(1.0f/32767.0f));
+        f32x16 w[TILE/16], tops = zero;
+        for (int t = 0; t < n; t += 16) {
+            w[t/16] = mul(load(weight + r*TILE + t), load(d + t));
+            tops = max(abs(w[t/16]), tops);
+        }
+        const float top = max_of(tops);
+        const bool any = top > 1e-30f;   // below, its reciprocal would overflow
+        const f32x16 to_fixed = set1(any ? 32767.0f/top : 0.0f);
+        for (int t = 0; t < n; t += 16) {
+            store_i16(fixed + r*TILE + t, mul(w[t/16], to_fixed));
+        }
+        scale[r] = any ? beta[r]*(top*(1.0f/32767.0f)) : 0.0f;
     }
+    unpack_values<BITS, N>(token, offset, n, value);
     for (int r = 0; r < rows; ) {
         const int left = rows - r;
 #define KVQ_ROWS(R) add_row_block<R>(value, N, fixed + r*TILE, n, alpha + r, scale + r, acc + r*stride, stride); r += R
@@ -244,7 +257,7 @@ struct packed_kernels {
 
 // ---- float keys and values, for a partner of another type ----
 
-// logit[r][t] = key[t] . query[r], rows of n floats, n a multiple of 16
+// logit[r][t] = key[t] . query[r], rows of n floats, n and the tokens multiples of 16
 static inline void float_logits(const float * key, int tokens, const float * query, int n, int rows, float * logit) {
     for (int t = 0; t < tokens; t += 4) {
         const float * k = key + (size_t) t*n;

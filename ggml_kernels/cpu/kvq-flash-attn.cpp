@@ -2,7 +2,10 @@
 //
 // All query rows that read one KV head are taken together, so a block is read and unpacked once for the group. Queries
 // are rotated on entry and the output is rotated back on exit; in between keys and values stay in the rotated domain.
-// The context is cut into spans, one partial result each, so that few heads still occupy all threads.
+//
+// The context is cut into spans of a fixed length, whose partial results are merged in ascending order. So few heads
+// still occupy all threads, and a row's output has the same bits whatever the batch and the number of threads: a token
+// decoded alone, in a prompt or beside other sequences continues alike.
 #include "kvq.h"
 #include "kvq-attn-tile.h"
 #include "kvq-flash-attn.h"
@@ -49,13 +52,18 @@ struct arena {
     }
 };
 
+constexpr int    SPAN_TILES   = 8;           // 512 tokens
+constexpr size_t PARTIALS_MAX = 64u << 20;   // bytes
+
 struct plan {
     attn_args a;
     const packed_kernels * k;   // null: float keys
     const packed_kernels * v;   // null: float values
     int group;                  // query heads that share a K head and a V head
     int64_t groups, group_rows; // rows: token-major, so that a tile of rows covers few tokens
-    int64_t row_tiles, tiles, spans, span_tiles;
+    int64_t row_tiles, tiles, spans;
+    int64_t parts;              // work units of a row tile, each with one partial result a row; 1: no partials
+    int64_t part_spans;
     int key_row, value_row;     // padded floats of a row
 
     plan(const ggml_tensor * dst, int n_threads) : a(dst) {
@@ -66,28 +74,24 @@ struct plan {
         group_rows = group*a.q->ne[1];
         row_tiles  = (group_rows + ROWS - 1)/ROWS;
         tiles      = (a.k->ne[1] + TILE - 1)/TILE;
+        spans      = (tiles + SPAN_TILES - 1)/SPAN_TILES;
         key_row    = round_up((int) a.k->ne[0], 16);
         value_row  = round_up((int) a.v->ne[0], 16);
 
-        // about four units for each thread, in equal shares where that needs no more than twice the spans
-        const int64_t items = std::max<int64_t>(1, row_tiles*groups*a.q->ne[3]);
-        spans = max_spans(items, n_threads)/2;
-        const int64_t even = n_threads/std::gcd<int64_t>(items, n_threads);
-        const int64_t rounded = (spans + even - 1)/even*even;
-        if (n_threads == 1 || spans < 2) {
-            spans = 1;
-        } else if (rounded <= 2*spans) {
-            spans = rounded;
+        // one thread or enough row tiles for all: a unit runs through the whole context
+        part_spans = spans;
+        if (n_threads > 1 && row_tiles*groups*a.q->ne[3] < 4*n_threads) {
+            // longer parts where partials of every span would take too much memory
+            const int64_t fit = PARTIALS_MAX/(rows()*partial_size()*sizeof(float));
+            part_spans = (spans + std::max<int64_t>(fit, 1) - 1)/std::max<int64_t>(fit, 1);
         }
-        spans = std::clamp<int64_t>(spans, 1, std::max<int64_t>(1, tiles/2));
-        span_tiles = (tiles + spans - 1)/spans;
+        parts = part_spans > 0 ? (spans + part_spans - 1)/part_spans : 1;
     }
 
-    // never decreases with the number of threads, so it bounds the buffer when fewer come
-    static int64_t max_spans(int64_t items, int n_threads) { return 2*((4*n_threads + items - 1)/items); }
-
-    int64_t units()        const { return groups*row_tiles*a.q->ne[3]*spans; }
-    size_t  partial_size() const { return 2 + value_row; }
+    int64_t rows()          const { return group_rows*groups*a.q->ne[3]; }
+    int64_t units()         const { return groups*row_tiles*a.q->ne[3]*parts; }
+    size_t  partial_size()  const { return 16 + value_row; }   // largest logit, sum of weights, padding; weighted values
+    size_t  partial_floats() const { return parts > 1 ? rows()*parts*partial_size() : 0; }
 };
 
 // one thread's buffers
@@ -96,6 +100,7 @@ struct scratch {
     float   * query_unit;    // its value in logits, one for each row and block
     float   * query_float;   // float keys
     float   * logit, * acc;
+    float   * merged;        // of the spans so far
     int8_t  * level, * magnitude;
     float   * key, * value;
     int8_t  * value_level;
@@ -111,6 +116,7 @@ struct scratch {
         query_float = m.take<float>(p.k ? 0 : ROWS*p.key_row);
         logit       = m.take<float>(ROWS*TILE);
         acc         = m.take<float>(ROWS*p.value_row);
+        merged      = m.take<float>(ROWS*p.partial_size());
         level       = m.take<int8_t>(p.k ? TILE*p.k->stride : 0);
         magnitude   = m.take<int8_t>(p.k ? TILE*p.k->stride : 0);
         key         = m.take<float>(p.k ? 0 : TILE*p.key_row);
@@ -249,7 +255,9 @@ static void compute_logits(const plan & p, scratch & s, const uint8_t * const * 
         }
     } else {
         for (int t = 0; t < n; t++) {
-            to_float_row(p.a.k->type, token[t], s.key + t*p.key_row, p.a.k->ne[0]);
+            if (token[t]) {
+                to_float_row(p.a.k->type, token[t], s.key + t*p.key_row, p.a.k->ne[0]);
+            }
         }
         float_logits(s.key, n, s.query_float, p.key_row, rows, s.logit);
     }
@@ -263,7 +271,9 @@ static void accumulate(const plan & p, scratch & s, const uint8_t * const * toke
         }
     } else {
         for (int t = 0; t < n; t++) {
-            to_float_row(p.a.v->type, token[t], s.value + t*p.value_row, p.a.v->ne[0]);
+            if (token[t]) {
+                to_float_row(p.a.v->type, token[t], s.value + t*p.value_row, p.a.v->ne[0]);
+            }
         }
         float_values(s.value, n, p.value_row, s.logit, rows.alpha, rows.beta, rows.n, s.acc, p.value_row);
     }
@@ -290,32 +300,35 @@ static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, in
             continue;
         }
 
-        // tokens that no row sees are left out: cells of other sequences, of a window, of the future
-        int index[TILE], n = 0;
+        // Runs of sixteen tokens that no row sees are left out: cells of other sequences, of a window, of the future.
+        // Shorter runs only save their unpacking, since the order of a row's sums must not depend on other rows.
+        int from[TILE/16], n = 0;
         const uint8_t * key[TILE], * value[TILE];
-        for (int t = 0; t < width; t++) {
-            if (seen >> t & 1) {
-                index[n] = t;
-                key[n]   = keys   + (t0 + t)*a.k->nb[1];
-                value[n] = values + (t0 + t)*a.v->nb[1];
-                n++;
+        for (int run = 0; run < TILE; run += 16) {
+            if ((seen >> run & 0xFFFF) == 0) {
+                continue;
+            }
+            from[n/16] = run;
+            for (int t = run; t < run + 16; t++, n++) {
+                const bool visible = seen >> t & 1;
+                key[n]   = visible ? keys   + (t0 + t)*a.k->nb[1] : nullptr;
+                value[n] = visible ? values + (t0 + t)*a.v->nb[1] : nullptr;
             }
         }
 
         compute_logits(p, s, key, n, rows.n);
 
+        const bool whole = n == TILE && width == TILE;
         uint16_t gathered[TILE];
         const uint16_t * source = nullptr;
         for (int r = 0; r < rows.n; r++) {
             const uint16_t * mask = rows.mask[r] ? rows.mask[r] + t0 : nullptr;
-            if (n < TILE) {
+            if (!whole) {
                 if (r == 0 || mask != source) {
                     source = mask;
                     for (int t = 0; t < n; t++) {
-                        gathered[t] = mask ? mask[index[t]] : 0;
-                    }
-                    for (int t = n; t < TILE; t++) {
-                        gathered[t] = F16_MINUS_INF;
+                        const int at = from[t/16] + t % 16;
+                        gathered[t] = at >= width ? F16_MINUS_INF : mask ? mask[at] : 0;
                     }
                 }
                 mask = gathered;
@@ -326,10 +339,31 @@ static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, in
     }
 }
 
-// acc is the weighted sum in the rotated domain, or of plain values if those are not ours
-static void finish_row(const plan & p, int64_t token, int64_t head, int64_t i3, float top, float total, const float * acc) {
+// Softmax over two parts of the context: adds a partial result to another.
+static void merge(float * into, float top, float total, const float * acc, int n) {
+    if (total == 0.0f) {
+        return;
+    }
+    const float new_top = std::max(into[0], top);
+    const float keep = expf(into[0] - new_top), gain = expf(top - new_top);
+    into[0] = new_top;
+    into[1] = into[1]*keep + total*gain;
+    for (int i = 0; i < n; i += 16) {
+        store(into + 16 + i, fma(load(acc + i), set1(gain), mul(load(into + 16 + i), set1(keep))));
+    }
+}
+
+static void clear_partial(float * x, int n) {
+    x[0] = -INFINITY;
+    x[1] = 0.0f;
+    memset(x + 16, 0, n*sizeof(float));
+}
+
+// the weighted sum is in the rotated domain, or of plain values if those are not ours
+static void finish_row(const plan & p, int64_t token, int64_t head, int64_t i3, const float * result) {
     const attn_args & a = p.a;
-    float factor = a.finish(head, top, total);
+    const float * acc = result + 16;
+    float factor = a.finish(head, result[0], result[1]);
     float * out = a.output(token, head, i3);
     const int64_t dv = a.v->ne[0];
     if (p.v) {
@@ -344,17 +378,17 @@ static void finish_row(const plan & p, int64_t token, int64_t head, int64_t i3, 
     }
 }
 
-static float * partial_at(const plan & p, float * partials, int64_t i3, int64_t group, int64_t row, int64_t span) {
-    return partials + (((i3*p.groups + group)*p.group_rows + row)*p.spans + span)*p.partial_size();
+static float * partial_at(const plan & p, float * partials, int64_t i3, int64_t group, int64_t row, int64_t part) {
+    return partials + (((i3*p.groups + group)*p.group_rows + row)*p.parts + part)*p.partial_size();
 }
 
 static void run_unit(const plan & p, scratch & s, float * partials, int64_t unit) {
     const attn_args & a = p.a;
     // heads innermost: threads at work at the same time read neighbouring parts of the cache
     const int64_t group = unit % p.groups;
-    const int64_t span  = unit/p.groups % p.spans;
-    const int64_t tile  = unit/(p.groups*p.spans) % p.row_tiles;
-    const int64_t i3    = unit/(p.groups*p.spans*p.row_tiles);
+    const int64_t part  = unit/p.groups % p.parts;
+    const int64_t tile  = unit/(p.groups*p.parts) % p.row_tiles;
+    const int64_t i3    = unit/(p.groups*p.parts*p.row_tiles);
     const int64_t row0  = tile*ROWS;
 
     row_state rows;
@@ -366,41 +400,33 @@ static void run_unit(const plan & p, scratch & s, float * partials, int64_t unit
         rows.slope[r] = a.slope(rows.head[r]);
     }
     load_queries(p, s, rows, i3);
-    attend(p, s, rows, i3, span*p.span_tiles, std::min(p.tiles, (span + 1)*p.span_tiles));
 
+    float * result[ROWS];
     for (int r = 0; r < rows.n; r++) {
-        const float * acc = s.acc + (size_t) r*p.value_row;
-        if (p.spans == 1) {
-            finish_row(p, rows.token[r], rows.head[r], i3, rows.top[r], rows.total[r], acc);
-        } else {
-            float * out = partial_at(p, partials, i3, group, row0 + r, span);
-            out[0] = rows.top[r];
-            out[1] = rows.total[r];
-            memcpy(out + 2, acc, p.value_row*sizeof(float));
+        result[r] = p.parts == 1 ? s.merged + r*p.partial_size() : partial_at(p, partials, i3, group, row0 + r, part);
+        clear_partial(result[r], p.value_row);
+    }
+    for (int64_t span = part*p.part_spans; span < std::min(p.spans, (part + 1)*p.part_spans); span++) {
+        attend(p, s, rows, i3, span*SPAN_TILES, std::min(p.tiles, (span + 1)*SPAN_TILES));
+        for (int r = 0; r < rows.n; r++) {
+            merge(result[r], rows.top[r], rows.total[r], s.acc + (size_t) r*p.value_row, p.value_row);
+        }
+    }
+    if (p.parts == 1) {
+        for (int r = 0; r < rows.n; r++) {
+            finish_row(p, rows.token[r], rows.head[r], i3, result[r]);
         }
     }
 }
 
-static void combine_row(const plan & p, float * partials, float * acc, int64_t row) {
+static void combine_row(const plan & p, float * partials, float * merged, int64_t row) {
     const int64_t r = row % p.group_rows, group = row/p.group_rows % p.groups, i3 = row/(p.group_rows*p.groups);
-    const float * part = partial_at(p, partials, i3, group, r, 0);
-    float top = -INFINITY, total = 0.0f;
-    for (int64_t j = 0; j < p.spans; j++) {
-        top = std::max(top, part[j*p.partial_size()]);
+    clear_partial(merged, p.value_row);
+    for (int64_t part = 0; part < p.parts; part++) {
+        const float * x = partial_at(p, partials, i3, group, r, part);
+        merge(merged, x[0], x[1], x + 16, p.value_row);
     }
-    memset(acc, 0, p.value_row*sizeof(float));
-    for (int64_t j = 0; j < p.spans; j++) {
-        const float * x = part + j*p.partial_size();
-        if (x[1] == 0.0f) {
-            continue;
-        }
-        const float f = expf(x[0] - top);
-        total += x[1]*f;
-        for (int i = 0; i < p.value_row; i++) {
-            acc[i] += x[2 + i]*f;
-        }
-    }
-    finish_row(p, r/p.group, group*p.group + r % p.group, i3, top, total, acc);
+    finish_row(p, r/p.group, group*p.group + r % p.group, i3, merged);
 }
 
 } // namespace kvq
@@ -413,17 +439,15 @@ extern "C" size_t kvq_cpu_flash_attn_work_size(const ggml_tensor * dst, int n_th
     if (!kvq_cpu_owns_flash_attn(dst)) {
         return 0;
     }
-    const kvq::plan p(dst, n_threads);
-    kvq::arena one = { nullptr };
-    kvq::scratch s(p, one);
-    (void) s;
-
-    const int64_t items = p.groups*p.row_tiles*p.a.q->ne[3];
-    const int64_t spans = std::min(kvq::plan::max_spans(std::max<int64_t>(1, items), n_threads), std::max<int64_t>(1, p.tiles/2));
-    kvq::arena all = { nullptr };
-    all.take<float>(spans > 1 ? p.group_rows*p.groups*p.a.q->ne[3]*spans*p.partial_size() : 0);
-    const size_t packed = 64 + all.used + n_threads*one.used;
-    return std::max(packed, kvq::reference_work_size(dst, n_threads));
+    size_t most = kvq::reference_work_size(dst, n_threads);
+    for (const int n : { 1, n_threads }) {   // the partials of fewer threads, if any, are the same
+        const kvq::plan p(dst, n);
+        kvq::arena one = { nullptr };
+        const kvq::scratch s(p, one);
+        (void) s;
+        most = std::max(most, 128 + p.partial_floats()*sizeof(float) + n_threads*one.used);
+    }
+    return most;
 }
 
 extern "C" void kvq_cpu_flash_attn(const ggml_compute_params * params, ggml_tensor * dst) {
@@ -437,8 +461,7 @@ extern "C" void kvq_cpu_flash_attn(const ggml_compute_params * params, ggml_tens
     p.a.check();
 
     arena m = { (char *) GGML_PAD((uintptr_t) params->wdata, 64) };
-    const int64_t all_rows = p.group_rows*p.groups*p.a.q->ne[3];
-    float * partials = m.take<float>(p.spans > 1 ? all_rows*p.spans*p.partial_size() : 0);
+    float * partials = m.take<float>(p.partial_floats());
 
     arena count = { nullptr };
     scratch sizes(p, count);
@@ -456,10 +479,10 @@ extern "C" void kvq_cpu_flash_attn(const ggml_compute_params * params, ggml_tens
     for (int64_t unit = ith; unit < p.units(); unit = ggml_threadpool_chunk_add(params->threadpool, 1)) {
         run_unit(p, s, partials, unit);
     }
-    if (p.spans > 1) {
+    if (p.parts > 1) {
         ggml_barrier(params->threadpool);
-        for (int64_t row = ith; row < all_rows; row += nth) {
-            combine_row(p, partials, s.acc, row);
+        for (int64_t row = ith; row < p.rows(); row += nth) {
+            combine_row(p, partials, s.merged, row);
         }
     }
 }

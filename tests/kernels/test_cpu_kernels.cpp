@@ -1,7 +1,7 @@
 // Rungs 2 and 3 of the correctness ladder: the CPU backend's kernels against the scalar reference and against attention
 // in double precision. Links against ggml-base and ggml-cpu only.
 //
-//   test_cpu_kernels [--cases N] [--seed S] [--threads T]   run everything; exit code 1 on a mismatch
+//   test_cpu_kernels [--cases N] [--seed S] [--threads T] [--quick]   run everything; exit code 1 on a mismatch
 //   test_cpu_kernels --bench [--threads T] [--depth D] [--batch B] [--type K]
 //                                                           attention of all layers, by cache type
 #include "ggml.h"
@@ -22,6 +22,7 @@
 
 static std::mt19937_64 rng(1);
 static int failures = 0;
+static bool quick = false;   // a tenth of the work, for emulators
 
 static float normal() {
     static std::normal_distribution<float> d;
@@ -75,7 +76,7 @@ static std::vector<float> make_input(int kind, int n) {
 static void test_quantize(const type_info & t) {
     const auto * base = ggml_get_type_traits(t.type);
     const auto * cpu  = ggml_get_type_traits_cpu(t.type);
-    for (int round = 0; round < 40; round++) {
+    for (int round = 0; round < (quick ? 4 : 40); round++) {
         for (int kind = 0; kind < INPUTS; kind++) {
             const int n = t.n*(1 + pick(4));
             const std::vector<float> x = make_input(kind, n);
@@ -108,7 +109,7 @@ static int code_at(const uint8_t * block, int bits, int n, int i) {
 static void test_vec_dot(const type_info & t) {
     const auto * cpu = ggml_get_type_traits_cpu(t.type);
     const size_t bytes = ggml_type_size(t.type);
-    for (int round = 0; round < 500; round++) {
+    for (int round = 0; round < (quick ? 50 : 500); round++) {
         // one block at the end of its allocation, so that a memory checker sees a load past it
         std::vector<uint8_t> x(bytes), y(t.n + sizeof(float));
         const float unit = 1.0f;
@@ -385,11 +386,12 @@ static bool settle(attention & c) {
     if (c.dk % ggml_blck_size(c.k_type) || c.dv % ggml_blck_size(c.v_type)) {
         return false;
     }
-    while ((double) c.batch*c.n_kv*c.heads_kv*c.group*c.seqs*(c.dk + c.dv) > 2e7) {
+    while ((double) c.batch*c.n_kv*c.heads_kv*c.group*c.seqs*(c.dk + c.dv) > (quick ? 1e6 : 2e7)) {
         if      (c.heads_kv > 1) { c.heads_kv--; }
         else if (c.seqs > 1)     { c.seqs--; }
         else if (c.batch > 17)   { c.batch = 17; }
         else if (c.n_kv > 256)   { c.n_kv = 256; }
+        else if (c.batch > 3)    { c.batch = 3; }
         else                     { break; }
     }
     return true;
@@ -466,6 +468,59 @@ static void test_hidden_nan() {
                 EXPECT(std::all_of(x, x + ggml_nelements(b.out), [](float f) { return std::isfinite(f); }),
                        "hidden NaN reaches the output: k=%s v=%s ref=%d", ggml_type_name(k), ggml_type_name(v), ref);
             }
+            ggml_free(b.ctx);
+        }
+    }
+}
+
+// A token gives the same bits alone as in a batch, whatever lies in the cells that it does not see and with any number
+// of threads.
+static void test_batch_invariance() {
+    for (ggml_type k_family : { GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_F16 }) {
+        for (ggml_type v_family : { GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_Q8_0 }) {
+            if (!kvq_is_cache_type(k_family) && !kvq_is_cache_type(v_family)) {
+                continue;
+            }
+            attention c = random_case();
+            c.dk = c.dv = one_of<int>({ 64, 96, 128, 256 });
+            c.k_type = kvq_type_for_head(k_family, c.dk);
+            c.v_type = kvq_type_for_head(v_family, c.dv);
+            c.heads_kv = 2; c.group = one_of<int>({ 1, 3, 4, 7 }); c.batch = 17; c.n_kv = quick ? 700 : 1300; c.seqs = 1; c.mask_heads = 1;
+            c.mask = one_of<int>({ CAUSAL, WINDOW, SCATTERED });
+            c.threads = 1;
+            const built b = build(c);
+            const int heads = c.heads_kv*c.group;
+            const float * got = (const float *) b.out->data;
+            compute(b, 1, false);
+            const std::vector<float> whole(got, got + ggml_nelements(b.out));
+            for (int threads : { 2, 3 }) {
+                compute(b, threads, false);
+                EXPECT(memcmp(whole.data(), got, whole.size()*sizeof(float)) == 0, "attention %s: %d threads change bits", c.name().c_str(), threads);
+            }
+
+            ggml_init_params params = { 64u << 20, nullptr, false };
+            ggml_context * ctx = ggml_init(params);
+            for (int i = c.batch - 1; i >= 0; i--) {   // descending: hidden cells are overwritten, which earlier tokens see
+                ggml_tensor * q = ggml_view_4d(ctx, b.q, c.dk, 1, heads, 1, b.q->nb[1], b.q->nb[2], b.q->nb[3], i*b.q->nb[1]);
+                ggml_tensor * mask = ggml_view_4d(ctx, b.mask, c.n_kv, 1, 1, 1, b.mask->nb[1], b.mask->nb[2], b.mask->nb[3], i*b.mask->nb[1]);
+                if (c.mask != SCATTERED) {
+                    for (int t = c.n_kv - c.batch + i + 1; t < c.n_kv; t++) {
+                        memset((char *) b.k->data + t*b.k->nb[1], pick(2) ? 0xFF : 0x5A, b.k->nb[1]);
+                        memset((char *) b.v->data + t*b.v->nb[1], pick(2) ? 0xFF : 0x5A, b.v->nb[1]);
+                    }
+                }
+                built one = b;
+                one.out = ggml_flash_attn_ext(ctx, q, b.k, b.v, mask, 1.0f/std::sqrt((float) c.dk), c.alibi ? 8.0f : 0.0f, c.softcap ? 10.0f : 0.0f);
+                if (b.sinks) { ggml_flash_attn_ext_add_sinks(one.out, b.sinks); }
+                one.graph = ggml_new_graph(ctx);
+                ggml_build_forward_expand(one.graph, one.out);
+                for (int threads : { 1, 2 }) {
+                    compute(one, threads, false);
+                    EXPECT(memcmp(whole.data() + (size_t) i*heads*c.dv, one.out->data, (size_t) heads*c.dv*sizeof(float)) == 0,
+                           "attention %s: token %d alone with %d threads differs", c.name().c_str(), i, threads);
+                }
+            }
+            ggml_free(ctx);
             ggml_free(b.ctx);
         }
     }
@@ -551,6 +606,7 @@ int main(int argc, char ** argv) {
         const std::string a = argv[i];
         const auto value = [&]() { return i + 1 < argc ? atoi(argv[++i]) : 0; };
         if      (a == "--bench")   { run_bench = true; }
+        else if (a == "--quick")   { quick = true; }
         else if (a == "--cases")   { cases = value(); }
         else if (a == "--seed")    { rng.seed(value()); }
         else if (a == "--threads") { threads = value(); }
@@ -570,6 +626,7 @@ int main(int argc, char ** argv) {
     for (const type_info & t : activation_types) { test_quantize(t); }
     printf("rows: %zu types\n", cache_types.size() + activation_types.size());
     test_hidden_nan();
+    test_batch_invariance();
     const int run = test_all_attention(cases, threads);
     printf("attention: %d cases\n", run);
     printf("attention: largest relative squared error %.2g, with float queries %.2g, of the reference path %.2g\n", worst.packed, worst.query, worst.reference);
