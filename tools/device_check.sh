@@ -1,7 +1,7 @@
 #!/bin/bash
 # Build, check and time the CUDA kernels on a machine with a GPU, nvcc, CMake, ninja and Python, without a network.
 #
-#   tools/device_check.sh pack OUT.tar.xz     here: the patched upstream tree and this repository, in one archive
+#   tools/device_check.sh pack OUT.tar.gz     here: the patched upstream tree and this repository, in one archive
 #   tools/device_check.sh run DIR [STEP...]   there, in the unpacked archive: build in DIR, then the steps, by default
 #                                             check sanitize time model
 # Steps: check (grid against the CPU), sanitize (compute-sanitizer on a small grid), time (kernels), model (llama-bench on
@@ -22,7 +22,7 @@ pack() {
         -cf - CMakeLists.txt LICENSE cmake common ggml include src tools vendor gguf-py licenses) | tar -xf - -C "$stage/pykvq-device/upstream/vendor/llama.cpp"
     # fixed time stamps: an object built from one archive stays valid for the next where the source did not change
     find "$stage" -exec touch -h -d 2020-01-01 {} +
-    tar -cJf "$out" -C "$stage" pykvq-device
+    tar -czf "$out" -C "$stage" pykvq-device
     rm -rf "$stage"
     ls -l "$out"
 }

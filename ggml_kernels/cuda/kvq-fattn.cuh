@@ -39,6 +39,7 @@ struct kvq_fattn_args {
     float   scale, softcap, max_bias, m0, m1;
     uint32_t n_head_log2;
     int     n_split, n_part;    // blocks, and partial results, along the context
+    int     mask_rows;          // prefill: mask rows staged in shared memory, 0 to read them from memory
     int     heads, row_groups, slices;      // decode: what the warps of one block divide among themselves
     bool    v_is_k;             // V is the head of K's slice (MLA)
 };
@@ -142,4 +143,31 @@ static __device__ __forceinline__ void kvq_copy_window(
         kvq_copy_window_g<4>(o, first, dst, token, n_rows, n_kv, tid, n_threads);
     }
 }
+
+// The same copy with this thread's part worked out once: for windows that the block copies in one pass.
+struct kvq_copier {
+    const char * first, * src;
+    int row, dst, n_rows, tid, n_threads;
+    bool one_pass;
+
+    __device__ __forceinline__ kvq_copier(const kvq_operand & o, const char * first, const int tid, const int n_threads) : first(first), tid(tid), n_threads(n_threads) {
+        const int per = o.chunks <= 4 ? 4 : 8, c = tid & (per - 1);
+        row = c < o.chunks ? tid/per : 1 << 20;
+        one_pass = o.chunks <= 8 && o.nb1 % o.gran == 0;
+        src = (const char *) ((uintptr_t) (first + (c < o.chunks ? tid/per : 0)*o.nb1) & ~uintptr_t(o.gran - 1)) + c*o.gran;
+        dst = (tid/per)*o.stride + c*o.gran;
+        n_rows = n_threads/per;
+    }
+
+    __device__ __forceinline__ void copy(const kvq_operand & o, const uint32_t at, const int token, const int rows, const int n_kv) const {
+        if (one_pass && rows <= n_rows && o.gran == 16) {
+            if (row < rows) {
+                const bool real = token + row < n_kv;
+                kvq_cp_async<16>(at + dst, real ? src + int64_t(token)*o.nb1 : src, real);
+            }
+        } else {
+            kvq_copy_window(o, first, at, token, rows, n_kv, tid, n_threads);
+        }
+    }
+};
 #endif // KVQ_AMPERE

@@ -137,7 +137,10 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
         if (!e.kernel) {
             return false;
         }
-        out.smem = e.fixed_bytes + size_t(2)*e.tile*(a.k.stride + (a.v_is_k ? 0 : a.v.stride)) + 128;
+        // 16-byte copies of mask rows, over the tokens that the rows of one block belong to
+        const bool stage_mask = a.mask && a.nbm1 % 16 == 0 && a.nbm3 % 16 == 0 && (uintptr_t) a.mask % 16 == 0;
+        a.mask_rows = !stage_mask ? 0 : (e.rows + a.gqa - 2)/a.gqa + 1 < a.n_tok ? (e.rows + a.gqa - 2)/a.gqa + 1 : a.n_tok;
+        out.smem = e.fixed_bytes + size_t(2)*e.tile*(a.k.stride + (a.v_is_k ? 0 : a.v.stride) + 2*a.mask_rows) + 128;
         const bool last = kvq_find_prefill(dk, dv, a.v_is_k, i + 1).kernel == nullptr;
         if (out.smem > dev.smem_block || (!last && e.rows >= 2*a.gqa*a.n_tok)) {
             continue;

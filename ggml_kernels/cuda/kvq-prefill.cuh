@@ -10,7 +10,8 @@ template <int DK_, int DV_, int DVP_, int NK_, int NV_, int ROWS_, int TILE_> st
     static constexpr int DVP = DVP_;                 // part of the value head that one block computes
     static constexpr int NK = NK_, NV = NV_;         // values per block of our types
     static constexpr int ROWS = ROWS_;               // query rows of a block, 16 a warp
-    static constexpr int TILE = TILE_;               // tokens of a step
+    static constexpr int TILE = TILE_;               // tokens dequantised at once
+    static constexpr int STEP = TILE < 32 ? TILE : 32;   // tokens of one softmax step
     static constexpr int WARPS = ROWS/16;
     static constexpr int SK = DK + 8, SV = DVP + 8;  // row strides in halves; odd multiples of 16 bytes
     static constexpr int fixed_bytes = 2*(ROWS*SK + 2*TILE*(SK + SV));      // queries and two tiles of K and V
@@ -119,7 +120,7 @@ template <int N> static __device__ __forceinline__ int kvq_slice_offset(const in
 template <typename S>
 static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __grid_constant__ kvq_fattn_args a) {
 #ifdef KVQ_AMPERE
-    constexpr int T = S::TILE, NT = T/8, KS = S::DK/16, VN = S::DVP/8;
+    constexpr int T = S::TILE, STEP = S::STEP, NT = STEP/8, KS = S::DK/16, VN = S::DVP/8;
     constexpr int THREADS = 32*S::WARPS;
     constexpr bool Q_IN_REGS = S::DK <= 128 && S::WARPS <= 8;
     constexpr int v_parts = S::DV/S::DVP;
@@ -147,19 +148,33 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     const int v_shift0 = int((uintptr_t) v_first & (vo.gran - 1)),  v_shift1 = (v_shift0 + int(vo.nb1 & 3)) & (vo.gran - 1);
     const int v_skip = kvq_slice_offset<S::NV>(vo.store, v_part*S::DVP);
 
+    // mask rows of the block's tokens, staged like K and V when they can be copied in 16-byte pieces
+    const int tok0 = blockIdx.x*S::ROWS/a.gqa;
+    const int mask_rows = a.mask_rows;
+    const int mask_bytes = mask_rows*T*2;
+    const int stage_bytes = k_bytes + v_bytes + mask_bytes;
+    const char * mask_first = a.mask + (seq % a.nem3)*a.nbm3;
+
+    const kvq_copier k_copy(a.k, k_first, tid, THREADS), v_copy(vo, v_first, tid, THREADS);
     auto fetch = [&](const int tile) {
         if (tile < tile1) {
-            const uint32_t at = raw_s + uint32_t((tile - tile0) & 1)*(k_bytes + v_bytes);
-            kvq_copy_window(a.k, k_first, at, tile*T, T, a.n_kv, tid, THREADS);
+            const uint32_t at = raw_s + uint32_t((tile - tile0) & 1)*stage_bytes;
+            k_copy.copy(a.k, at, tile*T, T, a.n_kv);
             if (!a.v_is_k) {
-                kvq_copy_window(a.v, v_first, at + k_bytes, tile*T, T, a.n_kv, tid, THREADS);
+                v_copy.copy(vo, at + k_bytes, tile*T, T, a.n_kv);
+            }
+            if (mask_rows > 0 && (tile + 1)*T <= a.n_kv) {
+                for (int i = tid; i < mask_rows*(T/8); i += THREADS) {
+                    const int r = i/(T/8), c = i % (T/8);
+                    kvq_cp_async<16>(at + k_bytes + v_bytes + i*16, mask_first + min(tok0 + r, a.n_tok - 1)*a.nbm1 + tile*T*2 + c*16);
+                }
             }
         }
         kvq_cp_commit();
     };
     auto dequantise = [&](const int tile) {
         const int slot = (tile - tile0) & 1;
-        const char * at = raw + slot*(k_bytes + v_bytes);
+        const char * at = raw + slot*stage_bytes;
         kvq_dequantise_tile<S::DK,  S::NK, T, THREADS>(a.k.store, at, a.k.stride, k_shift0, k_shift1, sk + slot*T*S::SK, tid);
         kvq_dequantise_tile<S::DVP, S::NV, T, THREADS>(vo.store, at + (a.v_is_k ? 0 : k_bytes) + v_skip, vo.stride, v_shift0, v_shift1, sv + slot*T*S::SV, tid);
     };
@@ -200,11 +215,13 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
 
     // thread rows: g and g + 8 of the warp's 16
     const __half * mask[2];
+    int mask_at[2];
     float slope[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = row0 + g + 8*i < n_rows ? row0 + g + 8*i : 0;
         mask[i]  = a.mask ? (const __half *) (a.mask + (seq % a.nem3)*a.nbm3 + (row/a.gqa)*a.nbm1) : nullptr;
+        mask_at[i] = ((row0 + g + 8*i < n_rows ? row/a.gqa : tok0) - tok0)*T*2 + 4*t;
         slope[i] = kvq_slope(a, head_kv*a.gqa + row % a.gqa)*KVQ_LOG2E;
     }
 
@@ -244,118 +261,123 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
             dequantise(tile + 1);
         }
 
-        const int token = tile*T, slot = (tile - tile0) & 1;
-        uint32_t mk[2][NT];
-        bool masked = false, hidden = !active;
-        if (active && (a.mask || token + T > a.n_kv)) {
-            uint32_t all_bits = 0xFC00FC00u, any_bits = 0;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (token + T <= a.n_kv && (a.nbm1 & 3) == 0) {
-#pragma unroll
-                    for (int j = 0; j < NT; ++j) {
-                        mk[i][j] = *(const uint32_t *) (mask[i] + token + 8*j + 2*t);
-                    }
-                } else {
-#pragma unroll
-                    for (int j = 0; j < NT; ++j) {
-                        const int c = token + 8*j + 2*t;
-                        const uint32_t lo = c     < a.n_kv ? (a.mask ? kvq_ld16(mask[i] + c)     : 0u) : 0xFC00u;
-                        const uint32_t hi = c + 1 < a.n_kv ? (a.mask ? kvq_ld16(mask[i] + c + 1) : 0u) : 0xFC00u;
-                        mk[i][j] = lo | (hi << 16);
-                    }
-                }
-#pragma unroll
-                for (int j = 0; j < NT; ++j) {
-                    all_bits &= mk[i][j];
-                    any_bits |= mk[i][j];
-                }
-            }
-            masked = __any_sync(0xFFFFFFFFu, any_bits != 0);
-            hidden = __all_sync(0xFFFFFFFFu, all_bits == 0xFC00FC00u && any_bits == 0xFC00FC00u);
-        }
-
-        if (!hidden) {
-            float p[NT][4];
-#pragma unroll
-            for (int j = 0; j < NT; ++j) {
-                p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0.0f;
-            }
-#pragma unroll
-            for (int s = 0; s < KS; ++s) {
-                const uint4 qa = Q_IN_REGS ? qf[Q_IN_REGS ? s : 0] : kvq_ldmatrix(q_at + 32*s);
-#pragma unroll
-                for (int j = 0; j < NT; j += 2) {
-                    const uint4 kb = kvq_ldmatrix(k_at + (slot*T + 8*j)*(2*S::SK) + 32*s);
-                    kvq_mma_f16(p[j    ], qa, kb.x, kb.y);
-                    kvq_mma_f16(p[j + 1], qa, kb.z, kb.w);
-                }
-            }
-            if (a.softcap != 0.0f) {
-#pragma unroll
-                for (int j = 0; j < NT; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        p[j][e] = a.softcap*KVQ_LOG2E*tanhf(p[j][e]);
-                    }
-                }
-            }
-            if (masked) {
+        const int slot = (tile - tile0) & 1;
+        const char * mask_tile = raw + slot*stage_bytes + k_bytes + v_bytes;
+#pragma unroll 1
+        for (int first = 0; first < T; first += STEP) {
+            const int token = tile*T + first, at = slot*T + first;
+            uint32_t mk[2][NT];
+            bool masked = false, hidden = !active;
+            if (active && (a.mask || token + STEP > a.n_kv)) {
+                uint32_t all_bits = 0xFC00FC00u, any_bits = 0;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
+                    if (mask_rows > 0 && (tile + 1)*T <= a.n_kv) {
+#pragma unroll
+                        for (int j = 0; j < NT; ++j) {
+                            mk[i][j] = *(const uint32_t *) (mask_tile + mask_at[i] + 2*first + 16*j);
+                        }
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < NT; ++j) {
+                            const int c = token + 8*j + 2*t;
+                            const uint32_t lo = c     < a.n_kv ? (a.mask ? kvq_ld16(mask[i] + c)     : 0u) : 0xFC00u;
+                            const uint32_t hi = c + 1 < a.n_kv ? (a.mask ? kvq_ld16(mask[i] + c + 1) : 0u) : 0xFC00u;
+                            mk[i][j] = lo | (hi << 16);
+                        }
+                    }
 #pragma unroll
                     for (int j = 0; j < NT; ++j) {
-                        const float2 mf = __half22float2(*(const __half2 *) &mk[i][j]);
-                        p[j][2*i    ] = fmaf(slope[i], mf.x, p[j][2*i    ]);
-                        p[j][2*i + 1] = fmaf(slope[i], mf.y, p[j][2*i + 1]);
+                        all_bits &= mk[i][j];
+                        any_bits |= mk[i][j];
                     }
                 }
+                masked = __any_sync(0xFFFFFFFFu, any_bits != 0);
+                hidden = __all_sync(0xFFFFFFFFu, all_bits == 0xFC00FC00u && any_bits == 0xFC00FC00u);
             }
-            float decay[2];
-            bool moved = false;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float top = m[i];
+
+            if (!hidden) {
+                float p[NT][4];
 #pragma unroll
                 for (int j = 0; j < NT; ++j) {
-                    top = fmaxf(top, fmaxf(p[j][2*i], p[j][2*i + 1]));
+                    p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0.0f;
                 }
-                top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
-                moved = moved || top != m[i];
-                decay[i] = kvq_exp2(m[i] - top);
-                m[i] = top;
-                float sum = 0.0f;
 #pragma unroll
-                for (int j = 0; j < NT; ++j) {
-                    p[j][2*i    ] = kvq_exp2(p[j][2*i    ] - top);
-                    p[j][2*i + 1] = kvq_exp2(p[j][2*i + 1] - top);
-                    sum += p[j][2*i] + p[j][2*i + 1];
+                for (int s = 0; s < KS; ++s) {
+                    const uint4 qa = Q_IN_REGS ? qf[Q_IN_REGS ? s : 0] : kvq_ldmatrix(q_at + 32*s);
+#pragma unroll
+                    for (int j = 0; j < NT; j += 2) {
+                        const uint4 kb = kvq_ldmatrix(k_at + (at + 8*j)*(2*S::SK) + 32*s);
+                        kvq_mma_f16(p[j    ], qa, kb.x, kb.y);
+                        kvq_mma_f16(p[j + 1], qa, kb.z, kb.w);
+                    }
                 }
-                l[i] = fmaf(l[i], decay[i], sum);
-            }
-            if (__any_sync(0xFFFFFFFFu, moved)) {
+                if (a.softcap != 0.0f) {
 #pragma unroll
-                for (int n = 0; n < VN; ++n) {
-                    o[n][0] *= decay[0];
-                    o[n][1] *= decay[0];
-                    o[n][2] *= decay[1];
-                    o[n][3] *= decay[1];
+                    for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            p[j][e] = a.softcap*KVQ_LOG2E*tanhf(p[j][e]);
+                        }
+                    }
                 }
-            }
+                if (masked) {
 #pragma unroll
-            for (int s = 0; s < T/16; ++s) {
-                uint4 pa;
-                __half2 w;
-                w = __floats2half2_rn(p[2*s    ][0], p[2*s    ][1]); pa.x = *(const uint32_t *) &w;
-                w = __floats2half2_rn(p[2*s    ][2], p[2*s    ][3]); pa.y = *(const uint32_t *) &w;
-                w = __floats2half2_rn(p[2*s + 1][0], p[2*s + 1][1]); pa.z = *(const uint32_t *) &w;
-                w = __floats2half2_rn(p[2*s + 1][2], p[2*s + 1][3]); pa.w = *(const uint32_t *) &w;
+                    for (int i = 0; i < 2; ++i) {
 #pragma unroll
-                for (int n = 0; n < VN; n += 2) {
-                    const uint4 vb = kvq_ldmatrix_trans(v_at + (slot*T + 16*s)*(2*S::SV) + 16*n);
-                    kvq_mma_f16(o[n    ], pa, vb.x, vb.y);
-                    kvq_mma_f16(o[n + 1], pa, vb.z, vb.w);
+                        for (int j = 0; j < NT; ++j) {
+                            const float2 mf = __half22float2(*(const __half2 *) &mk[i][j]);
+                            p[j][2*i    ] = fmaf(slope[i], mf.x, p[j][2*i    ]);
+                            p[j][2*i + 1] = fmaf(slope[i], mf.y, p[j][2*i + 1]);
+                        }
+                    }
+                }
+                float decay[2];
+                bool moved = false;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float top = m[i];
+#pragma unroll
+                    for (int j = 0; j < NT; ++j) {
+                        top = fmaxf(top, fmaxf(p[j][2*i], p[j][2*i + 1]));
+                    }
+                    top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
+                    moved = moved || top != m[i];
+                    decay[i] = kvq_exp2(m[i] - top);
+                    m[i] = top;
+                    float sum = 0.0f;
+#pragma unroll
+                    for (int j = 0; j < NT; ++j) {
+                        p[j][2*i    ] = kvq_exp2(p[j][2*i    ] - top);
+                        p[j][2*i + 1] = kvq_exp2(p[j][2*i + 1] - top);
+                        sum += p[j][2*i] + p[j][2*i + 1];
+                    }
+                    l[i] = fmaf(l[i], decay[i], sum);
+                }
+                if (__any_sync(0xFFFFFFFFu, moved)) {
+#pragma unroll
+                    for (int n = 0; n < VN; ++n) {
+                        o[n][0] *= decay[0];
+                        o[n][1] *= decay[0];
+                        o[n][2] *= decay[1];
+                        o[n][3] *= decay[1];
+                    }
+                }
+#pragma unroll
+                for (int s = 0; s < STEP/16; ++s) {
+                    uint4 pa;
+                    __half2 w;
+                    w = __floats2half2_rn(p[2*s    ][0], p[2*s    ][1]); pa.x = *(const uint32_t *) &w;
+                    w = __floats2half2_rn(p[2*s    ][2], p[2*s    ][3]); pa.y = *(const uint32_t *) &w;
+                    w = __floats2half2_rn(p[2*s + 1][0], p[2*s + 1][1]); pa.z = *(const uint32_t *) &w;
+                    w = __floats2half2_rn(p[2*s + 1][2], p[2*s + 1][3]); pa.w = *(const uint32_t *) &w;
+#pragma unroll
+                    for (int n = 0; n < VN; n += 2) {
+                        const uint4 vb = kvq_ldmatrix_trans(v_at + (at + 16*s)*(2*S::SV) + 16*n);
+                        kvq_mma_f16(o[n    ], pa, vb.x, vb.y);
+                        kvq_mma_f16(o[n + 1], pa, vb.z, vb.w);
+                    }
                 }
             }
         }

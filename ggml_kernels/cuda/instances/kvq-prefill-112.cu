@@ -4,7 +4,7 @@
 kvq_prefill_entry kvq_find_prefill_112(int dv, bool v_is_k, int index) {
     if (dv == 112 && !v_is_k) {
         switch (index) {
-            case 0: return kvq_prefill_make<112, 112, 112, 112, 112, 256, 32>();
+            case 0: return kvq_prefill_make<112, 112, 112, 112, 112, 256, 64>();
             case 1: return kvq_prefill_make<112, 112, 112, 112, 112, 128, 32>();
             case 2: return kvq_prefill_make<112, 112, 112, 112, 112,  64, 32>();
         }
