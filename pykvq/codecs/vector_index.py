@@ -31,7 +31,8 @@ class VectorIndex:
         self.d, self.bits, self.metric, self.method = d, bits, metric, method
         self.codec = (TurboQuantProd(d, bits, rotation=rotation, seed=seed) if method == "prod"
                       else TurboQuantMSE(d, bits, rotation=rotation, scale=method, seed=seed))
-        self._added = [(np.empty((0, packed_bytes(d, bits)), np.uint8), np.empty((0, self._factor_count()), np.float32))]
+        self._factor_type = np.dtype(np.float16 if metric == "cosine" else np.float32)     # without the norm, factors are near one
+        self._added = [(np.empty((0, packed_bytes(d, bits)), np.uint8), np.empty((0, self._factor_count()), self._factor_type))]
 
     def __len__(self) -> int:
         return sum(len(codes) for codes, _ in self._added)
@@ -44,10 +45,10 @@ class VectorIndex:
     @property
     def bits_per_value(self) -> float:
         """Stored bits per value, factors and padding counted."""
-        return 8 * (packed_bytes(self.d, self.bits) + 4 * self._factor_count()) / self.d
+        return 8 * (packed_bytes(self.d, self.bits) + self._factor_type.itemsize * self._factor_count()) / self.d
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Codes uint8 [n, bytes] and factors float32 [n, factors], joined when first needed after an add."""
+        """Codes uint8 [n, bytes] and factors [n, factors], joined when first needed after an add."""
         if len(self._added) > 1:
             self._added = [tuple(np.concatenate(parts) for parts in zip(*self._added))]
         return self._added[0]
@@ -72,11 +73,11 @@ class VectorIndex:
         if self.metric == "l2":
             factors.append(np.square(x).sum(-1))
         first = len(self)
-        self._added.append((packed, np.stack(factors, -1) if factors else np.empty((len(x), 0), np.float32)))
+        self._added.append((packed, np.array(factors, self._factor_type).T.reshape(len(x), self._factor_count())))
         return np.arange(first, len(self))
 
     def _factor_count(self) -> int:
-        """Stored float32 values per vector."""
+        """Stored factors per vector: of float32, or float16 with "cosine"."""
         norms = {"unbiased": 1, "norm": 1, "prod": 2}[self.method]
         return norms + {"inner": 0, "l2": 1, "cosine": 0 if self.method == "unbiased" else -1}[self.metric]
 
@@ -116,6 +117,7 @@ class VectorIndex:
     def _gains(self, y: np.ndarray, rows: slice) -> np.ndarray:
         """What search maximises for stored rows, float32 [queries, rows]: with l2 it is 2 <y, x> - |x|^2."""
         data, factors = (a[rows] for a in self._arrays())
+        factors = factors.astype(np.float32)
         unit = np.ones(len(data), np.float32)
         if self.method == "prod":
             split = packed_bytes(self.d, self.bits - 1)
