@@ -615,6 +615,7 @@ int main(int argc, char ** argv) {
         else if (a == "--type")    { only = i + 1 < argc ? argv[++i] : ""; }
         else { fprintf(stderr, "unknown argument %s\n", a.c_str()); return 2; }
     }
+    setvbuf(stdout, nullptr, _IOLBF, 0);
     ggml_cpu_init();
     printf("CPU features: avx2=%d avx512=%d avx512_vnni=%d avx_vnni=%d neon=%d dotprod=%d\n", ggml_cpu_has_avx2(), ggml_cpu_has_avx512(),
            ggml_cpu_has_avx512_vnni(), ggml_cpu_has_avx_vnni(), ggml_cpu_has_neon(), ggml_cpu_has_dotprod());

@@ -1,0 +1,184 @@
+"""Rung 3 on the CPU backend: its kernels, for whatever SIMD this machine has, against numpy. The full grid is in
+test_cpu_kernels.cpp, which test_full_grid compiles against the installed libraries."""
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attention_graph import F16, F32, Q4_0, Q8_0, Ggml, attention_in_double
+from pykvq.codecs import turbo
+from pykvq.formats import ACTIVATION_IDS, BLOCKS, FAMILIES, TYPES
+from pykvq.native import library_dir
+
+ROOT = Path(__file__).parents[2]
+OTHERS = {"f32": F32, "f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
+TURBO = tuple(FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def ggml():
+    return Ggml()
+
+
+def type_for(name, head_dim):
+    """The ggml type that a cache named `name` has at this head size, and values a block."""
+    if name in OTHERS:
+        return OTHERS[name], 32 if name.startswith("q") else 1
+    block = next(n for n in BLOCKS if head_dim % n == 0)
+    return TYPES[name if block == 128 else f"{name}_{block}"].id, block
+
+
+def rows(block, kind):
+    """Float32 [16, 3 * block] of one difficulty."""
+    x = np.random.default_rng(block).standard_normal((16, 3*block))
+    if kind == "outlier":
+        x[:, 7] *= 1000
+    if kind == "constant":
+        x = x*0 + 3.25
+    return (x*{"tiny": 1e-12, "huge": 1e12, "zero": 0}.get(kind, 1)).astype(np.float32)
+
+
+HARD_ROWS = ("gaussian", "tiny", "huge", "outlier", "zero", "constant")
+
+
+@pytest.mark.parametrize("kind", HARD_ROWS)
+@pytest.mark.parametrize("name", TYPES)
+def test_quantise_is_bit_exact(ggml, name, kind):
+    x = rows(TYPES[name].block, kind)
+    np.testing.assert_array_equal(ggml.quantise(TYPES[name].id, x), turbo.quantise(x, name))
+
+
+@pytest.mark.parametrize("kind", HARD_ROWS)
+@pytest.mark.parametrize("name", ACTIVATION_IDS)
+def test_activation_is_bit_exact(ggml, name, kind):
+    n = int(name.rsplit("_", 1)[1])
+    x = rows(n, kind)
+    np.testing.assert_array_equal(ggml.quantise(ACTIVATION_IDS[name], x), turbo.quantise_activation(x, n))
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf, 3e38))
+@pytest.mark.parametrize("name", TYPES)
+def test_rows_that_are_not_finite_do_not_crash(ggml, name, value):
+    x = rows(TYPES[name].block, "gaussian")
+    x[:, 5] = value
+    assert ggml.quantise(TYPES[name].id, x).shape == (16, 3*TYPES[name].bytes)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_vec_dot(ggml, name):
+    """Equal to the product of the dequantised rows, but for the rounding of a few float operations."""
+    t = TYPES[name]
+    traits = ggml.cpu_traits(t.id).contents
+    rng = np.random.default_rng(t.id)
+    for blocks in (1, 2, 9):
+        n = blocks*t.block
+        x = ggml.quantise(t.id, rng.standard_normal((1, n)).astype(np.float32))
+        y = ggml.quantise(traits.vec_dot_type, rng.standard_normal((1, n)).astype(np.float32))
+        result = np.empty(1, np.float32)
+        traits.vec_dot(n, result.ctypes.data, 0, x.ctypes.data, 0, y.ctypes.data, 0, 1)
+        want = np.dot(ggml.dequantise(t.id, x, n)[0].astype(np.float64), ggml.dequantise(traits.vec_dot_type, y, n)[0].astype(np.float64))
+        assert abs(result[0] - want) < 1e-5*n
+
+
+def make_mask(kind, tokens, n_kv):
+    """Additive [tokens, n_kv]; the first token of "holes" sees nothing."""
+    position = np.arange(n_kv - tokens, n_kv)[:, None]
+    t = np.arange(n_kv)[None, :]
+    seen = {"causal": t <= position, "window": (t <= position) & (t > position - 40),
+            "holes": ((t + position) % 3 == 0) & (position > n_kv - tokens)}[kind]
+    return np.where(seen, -0.01*np.abs(position - t), -np.inf)
+
+
+def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv=577, mask=None, sinks=False, max_bias=0.0, softcap=0.0, threads=2):
+    dv = dv or dk
+    (k_type, k_block), (v_type, _) = type_for(k_name, dk), type_for(v_name, dv)
+    rng = np.random.default_rng([dk, group, tokens, n_kv])
+    q = 1.5*rng.standard_normal((tokens, kv_heads*group, dk)).astype(np.float32)
+    k = ggml.quantise(k_type, rng.standard_normal((kv_heads, n_kv, dk)).astype(np.float32))
+    v = ggml.quantise(v_type, rng.standard_normal((kv_heads, n_kv, dv)).astype(np.float32))
+    m = None if mask is None else make_mask(mask, tokens, n_kv)
+    s = rng.standard_normal(kv_heads*group) if sinks else None
+    options = dict(mask=m, sinks=s, max_bias=max_bias, softcap=softcap)
+
+    def double(query):
+        return attention_in_double(query, ggml.dequantise(k_type, k, dk), ggml.dequantise(v_type, v, dv), **options)
+
+    def error(got, want):
+        return ((got - want)**2).sum()/max((want**2).sum(), 1e-30)
+
+    got = ggml.run_attention(q, k, v, k_type, v_type, threads=threads, **options)
+    exact = double(q)
+    # Packed keys meet the query in int8; against the same query only the rounding of float sums is left.
+    packed = q
+    if k_name in TURBO:
+        packed = ggml.dequantise(ACTIVATION_IDS[f"kvq_q8_{k_block}"], ggml.quantise(ACTIVATION_IDS[f"kvq_q8_{k_block}"], q), dk)
+    assert error(got, double(packed)) < 1e-7
+    assert error(got, exact) < 2e-3
+    assert error(ggml.run_attention(q, k, v, k_type, v_type, threads=threads, use_ref=True, **options), exact) < 1e-9
+
+
+PAIRS = [(k, v) for k in (*TURBO, *OTHERS) for v in (*TURBO, *OTHERS) if k in TURBO or v in TURBO]
+
+
+@pytest.mark.parametrize("dk, dv", ((64, 64), (128, 128), (256, 256), (576, 512)))
+@pytest.mark.parametrize("k, v", PAIRS)
+def test_attention_type_pairs(ggml, k, v, dk, dv):
+    check(ggml, k, v, dk, dv, kv_heads=1, n_kv=97)
+
+
+@pytest.mark.parametrize("dk, dv", ((80, 80), (96, 96), (112, 112), (192, 192), (192, 128)))
+@pytest.mark.parametrize("name", TURBO)
+def test_attention_head_sizes(ggml, name, dk, dv):
+    check(ggml, name, name, dk, dv, n_kv=130, tokens=3, mask="causal")
+
+
+@pytest.mark.parametrize("tokens", (1, 2, 3, 8, 17, 64))
+@pytest.mark.parametrize("group", (1, 2, 3, 4, 5, 6, 7, 8, 12, 16))
+def test_attention_group_and_batch(ggml, group, tokens):
+    check(ggml, "turbo3", "turbo2", 64, kv_heads=1, group=group, tokens=tokens, n_kv=161, mask="causal")
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3, 4))
+@pytest.mark.parametrize("n_kv", (1, 5, 33, 256, 577, 1100))
+def test_attention_lengths_and_threads(ggml, n_kv, threads):
+    check(ggml, "turbo3", "turbo3", 64, kv_heads=1, group=4, n_kv=n_kv, threads=threads)
+
+
+@pytest.mark.parametrize("options", (
+    dict(mask="window"), dict(mask="holes"), dict(mask="holes", sinks=True), dict(sinks=True), dict(softcap=10.0),
+    dict(mask="causal", max_bias=8.0), dict(mask="window", max_bias=8.0, softcap=10.0, sinks=True)), ids=str)
+@pytest.mark.parametrize("k, v", (("turbo3", "turbo3"), ("turbo2", "q8_0"), ("f16", "turbo4")))
+def test_attention_options(ggml, k, v, options):
+    check(ggml, k, v, 64, group=5, tokens=7, n_kv=300, **options)
+
+
+def test_a_token_alone_has_the_same_bits_as_in_a_batch(ggml):
+    rng = np.random.default_rng(3)
+    k_type, v_type = type_for("turbo3", 64)[0], type_for("turbo4", 64)[0]
+    q = rng.standard_normal((9, 6, 64)).astype(np.float32)
+    k = ggml.quantise(k_type, rng.standard_normal((2, 1100, 64)).astype(np.float32))
+    v = ggml.quantise(v_type, rng.standard_normal((2, 1100, 64)).astype(np.float32))
+    mask = make_mask("causal", 9, 1100)
+    whole = ggml.run_attention(q, k, v, k_type, v_type, mask=mask, threads=1)
+    for i in range(9):
+        alone = ggml.run_attention(q[i:i + 1], k, v, k_type, v_type, mask=mask[i:i + 1], threads=2)
+        np.testing.assert_array_equal(alone[0], whole[i])
+
+
+def test_full_grid(tmp_path):
+    """Every pair, head size, group ratio, batch, mask and option; prints the CPU's features, so it says what it ran on."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        pytest.skip("no C++ compiler to build test_cpu_kernels.cpp with")
+    run = subprocess.run([sys.executable, ROOT/"tools"/"vendor.py", "--print-dir"], capture_output=True, text=True, check=True)
+    upstream, libraries, program = Path(run.stdout.strip()), library_dir(), tmp_path/"test_cpu_kernels"
+    subprocess.run([compiler, "-std=c++17", "-O2", f"-I{ROOT/'ggml_kernels'/'include'}", f"-I{upstream/'vendor'/'llama.cpp'/'ggml'/'include'}",
+                    Path(__file__).with_name("test_cpu_kernels.cpp"), "-o", program, f"-L{libraries}", f"-Wl,-rpath,{libraries}",
+                    "-lggml-cpu", "-lggml-base"], check=True)
+    result = subprocess.run([program, "--quick"], capture_output=True, text=True)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout
