@@ -3,7 +3,8 @@
 if(SKBUILD)
     set(site ${SKBUILD_PLATLIB_DIR})
 else()
-    set(site ${CMAKE_INSTALL_PREFIX})
+    # Relative, so that cmake --install --prefix decides.
+    set(site .)
 endif()
 
 set(executables llama-server llama-cli llama-bench llama-batched-bench llama-perplexity llama-quantize)

@@ -53,5 +53,7 @@ set(LLAMA_BUILD_NUMBER 0)
 # EXCLUDE_FROM_ALL: only what the install rules name is built, and upstream's own are not run.
 add_subdirectory(${LLAMA_CPP_DIR} llama.cpp EXCLUDE_FROM_ALL)
 
+include(cmake/build_time.cmake)
+
 include(ggml_kernels/kvq.cmake)
 kvq_attach(${LLAMA_CPP_DIR})
