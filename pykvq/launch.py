@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from pykvq.native import REINSTALL, bindings_dir
+from pykvq.preflight import complaint
 
 
 def executable(name: str) -> Path:
@@ -22,6 +23,10 @@ def executable(name: str) -> Path:
 
 def run(name: str) -> int:
     """Run an executable with this process's arguments; returns only on Windows or with an error (exit code 2)."""
+    problem = complaint(sys.argv[1:])
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     path = executable(name)
     try:
         if os.name != "nt":

@@ -8,6 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "models"))
 
+# Spinning threads make a run on a busy machine many times slower; must be set before libgomp is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 from fetch import fetch                          # noqa: E402
 
 

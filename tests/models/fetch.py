@@ -38,8 +38,11 @@ MODELS = {
 
 def sha256(path: Path) -> str:
     """Hex digest of a file."""
+    digest = hashlib.sha256()
     with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def fetch(name: str) -> Path:

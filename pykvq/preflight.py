@@ -1,0 +1,52 @@
+"""What can be known from the command line of a llama.cpp program before it loads anything: one line and exit code 2 instead
+of a usage text, an abort, or a process that the kernel kills for its memory."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pykvq.gguf_header import ModelFileError, read_header
+from pykvq.llama_glue import check_cache
+from pykvq.native import NativeError, library_dir
+from pykvq.support import is_quantised, type_id
+
+_MODEL = ("-m", "--model")
+_TYPE_K, _TYPE_V = ("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")
+_DRAFT_TYPES = ("-ctkd", "--cache-type-k-draft", "--spec-draft-type-k", "-ctvd", "--cache-type-v-draft", "--spec-draft-type-v")
+_FLASH, _CONTEXT, _LAYERS = ("-fa", "--flash-attn"), ("-c", "--ctx-size"), ("-ngl", "--gpu-layers", "--n-gpu-layers")
+_GPU_LIBRARIES = ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "cann", "opencl", "rpc")
+
+
+def complaint(arguments: Sequence[str]) -> str | None:
+    """Why these arguments cannot work, in one line; None when nothing speaks against them.
+
+    Only what is certain: a model that is still to be downloaded, or a setting left to llama.cpp, is not judged.
+    """
+    try:
+        types_k, types_v = (_value(arguments, names, "f16").split(",") for names in (_TYPE_K, _TYPE_V))      # llama-bench takes lists
+        for name in (*types_k, *types_v, *(a for option in _DRAFT_TYPES if (a := _value(arguments, (option,), "")))):
+            type_id(name)
+        quantised = next(filter(is_quantised, types_v), None)
+        if quantised and _value(arguments, _FLASH, "auto") in ("off", "0", "false", "disabled"):
+            return f"a V cache of type {quantised} needs flash attention; leave --flash-attn on or auto, or use --cache-type-v f16"
+        model, context = _value(arguments, _MODEL, ""), _value(arguments, _CONTEXT, "0")
+        if model and "," not in model:
+            header = read_header(model)
+            n_ctx = int(context) if context.isdigit() else 0
+            on_host = not _has_gpu() or _value(arguments, _LAYERS, "auto") == "0" or {"-nkvo", "--no-kv-offload"} & {*arguments}
+            for k, v in ((k, v) for k in types_k for v in types_v):
+                check_cache(header, type_id(k), type_id(v), n_ctx, cache_on_host=bool(on_host and n_ctx))
+    except (ModelFileError, ValueError, MemoryError) as error:
+        return str(error)
+    except NativeError:
+        return None                              # the program itself says what is missing
+    return None
+
+
+def _value(arguments: Sequence[str], names: Sequence[str], default: str) -> str:
+    """What follows the last of these options."""
+    found = [value for option, value in zip(arguments, arguments[1:]) if option in names]
+    return found[-1] if found else default
+
+
+def _has_gpu() -> bool:
+    return any(path for name in _GPU_LIBRARIES for path in library_dir().glob(f"*ggml-{name}*"))

@@ -1,0 +1,47 @@
+"""Bad input of llama-server and its siblings, seen before anything is loaded."""
+import pytest
+
+from pykvq.preflight import complaint
+
+
+@pytest.mark.parametrize("arguments", [
+    [], ["--help"], ["--version"], ["-hf", "someone/model"], ["--cache-type-k", "turbo3", "--cache-type-v", "turbo2", "-fa", "on"],
+    ["-ctk", "turbo3,f16,q8_0", "-ctv", "f16"], ["--flash-attn", "off"], ["-ctk", "turbo3", "-fa", "off"], ["-c", "2000000000"]])
+def test_nothing_speaks_against_these(arguments):
+    assert complaint(arguments) is None
+
+
+def test_a_model_that_fits(smollm2):
+    assert complaint(["-m", str(smollm2), "-ctk", "turbo3", "-ctv", "turbo3", "-c", "8192"]) is None
+
+
+@pytest.mark.parametrize("option", ["-ctk", "--cache-type-k", "-ctv", "--cache-type-v", "-ctkd", "--cache-type-v-draft"])
+def test_unknown_type(option):
+    assert complaint([option, "turbo5"]).startswith("unknown cache type 'turbo5'; valid: turbo2, turbo3, turbo4")
+
+
+def test_unknown_type_in_a_list():
+    assert "'turbo9'" in complaint(["-ctk", "f16,turbo9"])
+
+
+@pytest.mark.parametrize("off", ["off", "0"])
+def test_quantised_values_without_flash_attention(off):
+    assert "leave --flash-attn on" in complaint(["-ctv", "turbo3", "-fa", off])
+
+
+def test_missing_and_truncated_model(tmp_path, smollm2):
+    assert complaint(["-m", "/nonexistent.gguf"]) == "no model file at /nonexistent.gguf; check the path"
+    (tmp_path / "cut.gguf").write_bytes(smollm2.open("rb").read(30_000_000))
+    assert "truncated: 30000000 of 98362432 bytes; download it again" in complaint(["--model", str(tmp_path / "cut.gguf")])
+
+
+def test_head_size_without_a_block(tiny_model):
+    assert "no block of turbo3" in complaint(["-m", str(tiny_model(72)), "-ctk", "turbo3"])
+
+
+def test_context_larger_than_memory(smollm2):
+    assert "GiB of memory are free" in complaint(["-m", str(smollm2), "-c", "2000000000", "-ctk", "turbo2", "-ctv", "turbo2", "-ngl", "0"])
+
+
+def test_the_last_of_repeated_options_counts():
+    assert complaint(["-ctk", "turbo5", "-ctk", "turbo3"]) is None
