@@ -1,5 +1,5 @@
 // Checks and times the attention kernels alone, without ggml: random caches, a double-precision reference on the CPU,
-// CUDA graphs, buffers rotated so that the L2 cache holds none of them. Usage: bench-kvq-attention [check|time|profile]
+// CUDA graphs, buffers rotated so that the L2 cache holds none of them. Usage: bench-kvq-attention [check|time|prefill|profile]
 #include "kvq-launch.cuh"
 
 #include <math.h>
@@ -316,11 +316,11 @@ int main(int argc, char ** argv) {
 
     auto P = [](int d, int ks, int vs, int hkv, int gqa, int tok, int seq, int n_kv) { return problem{ d, d, ks, vs, hkv, gqa, tok, seq, n_kv, true, false, false, 0.0f, 0.0f }; };
     if (mode == "profile") {
-        for (int s : { 2, 3, 4 }) { run(P(128, s, s, 8, 4, 1, 1, 131072), 1, 0, nullptr, nullptr, nullptr); }
-        for (int s : { 3, 16 })   { run(P(128, s, s, 8, 4, 512, 1, 32768), 1, 0, nullptr, nullptr, nullptr); }
+        run(P(128, 3, 3, 8, 4, 512, 1, 32768), 1, 0, nullptr, nullptr, nullptr);
+        for (int n_kv : { 131072, 256 }) { for (int s : { 2, 3, 4 }) { run(P(128, s, s, 8, 4, 1, 1, n_kv), 1, 0, nullptr, nullptr, nullptr); } }
         return 0;
     }
-    if (mode != "time") {
+    if (mode == "all" || mode == "check") {
         for (int s : { 2, 3, 4 }) { for (int d : { 128, 64, 256, 80, 96, 112 }) { check(P(d, s, s, 8, 4, 1, 1, 1000)); } }
         for (int ks : { 2, 3, 4, 8, 16 }) { for (int vs : { 2, 3, 4, 8, 16 }) { if (ks != vs || ks < 5) { check(P(128, ks, vs, 2, 4, 2, 1, 517)); } } }
         for (int gqa : { 1, 2, 3, 5, 6, 7, 8, 12, 16 }) { check(P(128, 3, 3, 2, gqa, 1, 1, 777)); }
@@ -355,6 +355,10 @@ int main(int argc, char ** argv) {
         CHECK(cudaFree(x)); CHECK(cudaFree(y));
         const double rate = 2.0*n/(best*1e-3);
         printf("copy: %.0f GB/s (read plus written)\n", rate*1e-9);
+        if (mode == "prefill") {
+            for (int s : { 2, 3, 4, 16 }) { timing(P(128, s, s, 8, 4, 512, 1, 32768), rate); }
+            return failures != 0;
+        }
         for (int n_kv : { 256, 4096, 32768, 131072 }) { for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, 1, 1, n_kv), rate); } }
         timing(P(128, 4, 3, 8, 4, 1, 1, 131072), rate);
         for (int tok : { 2, 4, 8 }) { for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, tok, 1, 131072), rate); } }
