@@ -64,6 +64,7 @@ struct plan {
     int64_t row_tiles, tiles, spans;
     int64_t parts;              // work units of a row tile, each with one partial result a row; 1: no partials
     int64_t part_spans;
+    int64_t batch;              // units that a thread takes at a time
     int key_row, value_row;     // padded floats of a row
 
     plan(const ggml_tensor * dst, int n_threads) : a(dst) {
@@ -78,14 +79,17 @@ struct plan {
         key_row    = round_up((int) a.k->ne[0], 16);
         value_row  = round_up((int) a.v->ne[0], 16);
 
-        // one thread or enough row tiles for all: a unit runs through the whole context
+        // Few rows: a unit is one span, and a thread takes all heads of a span in turn, whose blocks share cache lines.
+        // Many rows: a unit runs through the whole context, and a thread takes one row tile of one head.
+        const int64_t tiles_of_rows = row_tiles*a.q->ne[3];
         part_spans = spans;
-        if (n_threads > 1 && row_tiles*groups*a.q->ne[3] < 4*n_threads) {
+        if (tiles_of_rows == 1 || tiles_of_rows*groups < 4*n_threads) {
             // longer parts where partials of every span would take too much memory
             const int64_t fit = PARTIALS_MAX/(rows()*partial_size()*sizeof(float));
             part_spans = (spans + std::max<int64_t>(fit, 1) - 1)/std::max<int64_t>(fit, 1);
         }
-        parts = part_spans > 0 ? (spans + part_spans - 1)/part_spans : 1;
+        parts = (spans + part_spans - 1)/part_spans;
+        batch = parts > 1 && parts*tiles_of_rows >= 2*n_threads ? groups : 1;
     }
 
     int64_t rows()          const { return group_rows*groups*a.q->ne[3]; }
@@ -384,7 +388,6 @@ static float * partial_at(const plan & p, float * partials, int64_t i3, int64_t 
 
 static void run_unit(const plan & p, scratch & s, float * partials, int64_t unit) {
     const attn_args & a = p.a;
-    // heads innermost: threads at work at the same time read neighbouring parts of the cache
     const int64_t group = unit % p.groups;
     const int64_t part  = unit/p.groups % p.parts;
     const int64_t tile  = unit/(p.groups*p.parts) % p.row_tiles;
@@ -476,8 +479,10 @@ extern "C" void kvq_cpu_flash_attn(const ggml_compute_params * params, ggml_tens
     }
     ggml_barrier(params->threadpool);
 
-    for (int64_t unit = ith; unit < p.units(); unit = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        run_unit(p, s, partials, unit);
+    for (int64_t first = ith*p.batch; first < p.units(); first = p.batch*ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        for (int64_t unit = first; unit < first + p.batch; unit++) {
+            run_unit(p, s, partials, unit);
+        }
     }
     if (p.parts > 1) {
         ggml_barrier(params->threadpool);
