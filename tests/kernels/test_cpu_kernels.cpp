@@ -536,7 +536,8 @@ static ggml_tensor * rotated(ggml_context * ctx, ggml_tensor * x, int d) {
     return ggml_reshape_4d(ctx, y, x->ne[0], x->ne[1], x->ne[2], x->ne[3]);
 }
 
-struct timing { double wall, cpu; };   // ms
+// ms a step. The CPU time is that of all threads, which wait by spinning: of use with one thread, on a busy machine.
+struct timing { double wall, cpu; };
 
 static timing bench_one(ggml_type k_type, ggml_type v_type, int d, int heads, int heads_kv, int layers, int depth, int batch, int threads) {
     const size_t bytes = (size_t) layers*(2*(size_t) depth*heads_kv*d*2 + (size_t) batch*heads*d*64 + (size_t) depth*batch*2) + (64u << 20);
@@ -591,8 +592,11 @@ static void bench(int threads, int depth, int batch, const std::string & only) {
             const ggml_type k = kvq_type_for_head(t[0], s.d), v = kvq_type_for_head(t[1], s.d);
             const timing ms = bench_one(k, v, s.d, s.heads, s.heads_kv, s.layers, depth, batch, threads);
             if (t[0] == GGML_TYPE_F16 && t[1] == GGML_TYPE_F16) { f16 = ms; }
-            printf("  %-7s %-7s %9.2f ms a step, %5.2f x f16; CPU time %9.2f ms, %5.2f x f16\n", kvq_family_name(k), kvq_family_name(v),
-                   ms.wall, f16.wall/ms.wall, ms.cpu, f16.cpu/ms.cpu);
+            printf("  %-7s %-7s %9.2f ms a step", kvq_family_name(k), kvq_family_name(v), ms.wall);
+            if (f16.wall > 0.0) { printf(", f16 / this = %5.2f", f16.wall/ms.wall); }
+            if (threads == 1)   { printf("; CPU time %9.2f ms", ms.cpu); }
+            if (threads == 1 && f16.cpu > 0.0) { printf(", f16 / this = %5.2f", f16.cpu/ms.cpu); }
+            printf("\n");
             fflush(stdout);
         }
     }
@@ -617,7 +621,7 @@ int main(int argc, char ** argv) {
     }
     setvbuf(stdout, nullptr, _IOLBF, 0);
     ggml_cpu_init();
-    printf("CPU features: avx2=%d avx512=%d avx512_vnni=%d avx_vnni=%d neon=%d dotprod=%d\n", ggml_cpu_has_avx2(), ggml_cpu_has_avx512(),
+    printf("ggml-cpu is compiled for: avx2=%d avx512=%d avx512_vnni=%d avx_vnni=%d neon=%d dotprod=%d\n", ggml_cpu_has_avx2(), ggml_cpu_has_avx512(),
            ggml_cpu_has_avx512_vnni(), ggml_cpu_has_avx_vnni(), ggml_cpu_has_neon(), ggml_cpu_has_dotprod());
     if (run_bench) {
         bench(threads > 0 ? threads : 2, depth, batch, only);
