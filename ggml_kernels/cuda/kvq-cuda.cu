@@ -203,3 +203,24 @@ void kvq_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
         default: GGML_ABORT("not an operation of the cache types");
     }
 }
+
+int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
+    auto ours = [](const ggml_tensor * t) {
+        return t->op == GGML_OP_SET_ROWS && kvq_is_cache_type(t->type) && !(t->flags & GGML_TENSOR_FLAG_OUTPUT);
+    };
+    const ggml_tensor * k = graph->nodes[i];
+    if (!ours(k)) {
+        return 0;
+    }
+    for (int j = i + 1; j < graph->n_nodes; ++j) {
+        const ggml_tensor * v = graph->nodes[j];
+        if (ggml_op_is_empty(v->op)) {
+            continue;         // views between the two
+        }
+        // the second must not read or write what the first writes
+        const bool apart = ours(v) && (v->flags & GGML_TENSOR_FLAG_COMPUTE) && v->view_src && k->view_src && v->view_src != k->view_src &&
+            v->src[0]->view_src != k->view_src && v->src[0] != k;
+        return apart && kvq_cuda_set_rows_two(ctx, k, v) ? j - i : 0;
+    }
+    return 0;
+}

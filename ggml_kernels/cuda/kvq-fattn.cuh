@@ -104,12 +104,12 @@ static __device__ __forceinline__ void kvq_mma_f16(float (&d)[4], const uint4 a,
 }
 static __device__ __forceinline__ uint4 kvq_ldmatrix(const uint32_t p) {
     uint4 r;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p));
     return r;
 }
 static __device__ __forceinline__ uint4 kvq_ldmatrix_trans(const uint32_t p) {
     uint4 r;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p));
     return r;
 }
 static __device__ __forceinline__ float kvq_exp2(const float x) {
@@ -144,29 +144,28 @@ static __device__ __forceinline__ void kvq_copy_window(
     }
 }
 
-// The same copy with this thread's part worked out once: for windows that the block copies in one pass.
+// This thread's part of a copy that the block makes in one pass of 16-byte pieces, worked out once.
 struct kvq_copier {
-    const char * first, * src;
-    int row, dst, n_rows, tid, n_threads;
-    bool one_pass;
+    uint32_t src;       // bytes from the start of the tile
+    int      dst;       // bytes in the window; negative when this thread copies nothing
+    int      row;
 
-    __device__ __forceinline__ kvq_copier(const kvq_operand & o, const char * first, const int tid, const int n_threads) : first(first), tid(tid), n_threads(n_threads) {
-        const int per = o.chunks <= 4 ? 4 : 8, c = tid & (per - 1);
-        row = c < o.chunks ? tid/per : 1 << 20;
-        one_pass = o.chunks <= 8 && o.nb1 % o.gran == 0;
-        src = (const char *) ((uintptr_t) (first + (c < o.chunks ? tid/per : 0)*o.nb1) & ~uintptr_t(o.gran - 1)) + c*o.gran;
-        dst = (tid/per)*o.stride + c*o.gran;
-        n_rows = n_threads/per;
+    // rows of `chunks` pieces, nb bytes apart in memory and stride bytes in shared memory; possible() must hold
+    __device__ __forceinline__ kvq_copier(const int rows, const int chunks, const int64_t nb, const int stride, const int tid) {
+        const int per = per_row(chunks), c = tid & (per - 1);
+        row = tid/per;
+        src = uint32_t(row*nb) + c*16;
+        dst = row < rows && c < chunks ? row*stride + c*16 : -1;
     }
-
-    __device__ __forceinline__ void copy(const kvq_operand & o, const uint32_t at, const int token, const int rows, const int n_kv) const {
-        if (one_pass && rows <= n_rows && o.gran == 16) {
-            if (row < rows) {
-                const bool real = token + row < n_kv;
-                kvq_cp_async<16>(at + dst, real ? src + int64_t(token)*o.nb1 : src, real);
-            }
-        } else {
-            kvq_copy_window(o, first, at, token, rows, n_kv, tid, n_threads);
+    static __device__ __forceinline__ int per_row(const int chunks) {
+        return chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32;
+    }
+    static __device__ __forceinline__ bool possible(const int rows, const int chunks, const int64_t nb, const int n_threads) {
+        return chunks <= 32 && rows*per_row(chunks) <= n_threads && nb*rows < (int64_t(1) << 31);
+    }
+    __device__ __forceinline__ void copy(const uint32_t at, const char * tile, const int rows_left) const {
+        if (dst >= 0) {
+            kvq_cp_async<16>(at + dst, tile + src, row < rows_left);
         }
     }
 };

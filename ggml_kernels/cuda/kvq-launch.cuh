@@ -24,7 +24,7 @@ struct kvq_decode_entry {
 // one compiled shape of the prefill kernel
 struct kvq_prefill_entry {
     kvq_fattn_kernel kernel;
-    int rows, tile, v_parts;
+    int rows, warps, tile, v_parts;
     size_t fixed_bytes;
 };
 
@@ -139,7 +139,8 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
         }
         // 16-byte copies of mask rows, over the tokens that the rows of one block belong to
         const bool stage_mask = a.mask && a.nbm1 % 16 == 0 && a.nbm3 % 16 == 0 && (uintptr_t) a.mask % 16 == 0;
-        a.mask_rows = !stage_mask ? 0 : (e.rows + a.gqa - 2)/a.gqa + 1 < a.n_tok ? (e.rows + a.gqa - 2)/a.gqa + 1 : a.n_tok;
+        const int tokens = e.rows % a.gqa == 0 ? e.rows/a.gqa : (e.rows + a.gqa - 2)/a.gqa + 1;
+        a.mask_rows = !stage_mask ? 0 : tokens < a.n_tok ? tokens : a.n_tok;
         out.smem = e.fixed_bytes + size_t(2)*e.tile*(a.k.stride + (a.v_is_k ? 0 : a.v.stride) + 2*a.mask_rows) + 128;
         const bool last = kvq_find_prefill(dk, dv, a.v_is_k, i + 1).kernel == nullptr;
         if (out.smem > dev.smem_block || (!last && e.rows >= 2*a.gqa*a.n_tok)) {
@@ -164,7 +165,7 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
         a.heads = a.row_groups = a.slices = 1;
         out.kernel = e.kernel;
         out.grid   = dim3(x, y, a.n_seq*a.n_split);
-        out.block  = dim3(32, e.rows/16, 1);
+        out.block  = dim3(32, e.warps, 1);
         return true;
     }
 }

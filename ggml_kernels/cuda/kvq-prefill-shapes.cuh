@@ -5,7 +5,7 @@
 #include "kvq-combine.cuh"
 #include "kvq-launch.cuh"
 
-template <int DK, int DV, int DVP, int NK, int NV, int ROWS, int TILE> static kvq_prefill_entry kvq_prefill_make() {
-    using S = kvq_prefill_shape<DK, DV, DVP, NK, NV, ROWS, TILE>;
-    return { kvq_prefill<S>, ROWS, TILE, DV/DVP, size_t(S::fixed_bytes) };
+template <int DK, int DV, int DVP, int NK, int NV, int WARPS, int MT, int TILE> static kvq_prefill_entry kvq_prefill_make() {
+    using S = kvq_prefill_shape<DK, DV, DVP, NK, NV, WARPS, MT, TILE>;
+    return { kvq_prefill<S>, S::ROWS, S::WARPS, TILE, DV/DVP, size_t(S::fixed_bytes) };
 }

@@ -5,14 +5,14 @@
 
 #include "kvq-fattn.cuh"
 
-template <int DK_, int DV_, int DVP_, int NK_, int NV_, int ROWS_, int TILE_> struct kvq_prefill_shape {
+template <int DK_, int DV_, int DVP_, int NK_, int NV_, int WARPS_, int MT_, int TILE_> struct kvq_prefill_shape {
     static constexpr int DK = DK_, DV = DV_;         // head sizes
     static constexpr int DVP = DVP_;                 // part of the value head that one block computes
     static constexpr int NK = NK_, NV = NV_;         // values per block of our types
-    static constexpr int ROWS = ROWS_;               // query rows of a block, 16 a warp
+    static constexpr int WARPS = WARPS_, MT = MT_;   // warps, and 16-row tiles of each: every fragment of K and V serves MT products
+    static constexpr int ROWS = WARPS*MT*16;         // query rows of a block
     static constexpr int TILE = TILE_;               // tokens dequantised at once
     static constexpr int STEP = TILE < 32 ? TILE : 32;   // tokens of one softmax step
-    static constexpr int WARPS = ROWS/16;
     static constexpr int SK = DK + 8, SV = DVP + 8;  // row strides in halves; odd multiples of 16 bytes
     static constexpr int fixed_bytes = 2*(ROWS*SK + 2*TILE*(SK + SV));      // queries and two tiles of K and V
 };
@@ -120,15 +120,14 @@ template <int N> static __device__ __forceinline__ int kvq_slice_offset(const in
 template <typename S>
 static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __grid_constant__ kvq_fattn_args a) {
 #ifdef KVQ_AMPERE
-    constexpr int T = S::TILE, STEP = S::STEP, NT = STEP/8, KS = S::DK/16, VN = S::DVP/8;
+    constexpr int T = S::TILE, STEP = S::STEP, NT = STEP/8, KS = S::DK/16, VN = S::DVP/8, MT = S::MT;
     constexpr int THREADS = 32*S::WARPS;
-    constexpr bool Q_IN_REGS = S::DK <= 128 && S::WARPS <= 8;
     constexpr int v_parts = S::DV/S::DVP;
 
     const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3, tid = warp*32 + lane;
     const int head_kv = blockIdx.y/v_parts, v_part = blockIdx.y % v_parts;
     const int seq = blockIdx.z/a.n_split, split = blockIdx.z % a.n_split;
-    const int row0 = blockIdx.x*S::ROWS + warp*16;
+    const int row0 = blockIdx.x*S::ROWS + warp*16*MT;
     const int n_rows = a.gqa*a.n_tok;
     const int n_tiles = (a.n_kv + T - 1)/T;
     const int tile0 = int(int64_t(split)*n_tiles/a.n_split), tile1 = int(int64_t(split + 1)*n_tiles/a.n_split);
@@ -155,18 +154,36 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     const int stage_bytes = k_bytes + v_bytes + mask_bytes;
     const char * mask_first = a.mask + (seq % a.nem3)*a.nbm3;
 
-    const kvq_copier k_copy(a.k, k_first, tid, THREADS), v_copy(vo, v_first, tid, THREADS);
+    const kvq_copier k_copy(T, a.k.chunks, a.k.nb1, a.k.stride, tid), v_copy(T, vo.chunks, vo.nb1, vo.stride, tid);
+    const kvq_copier mask_copy(mask_rows, T/8, a.nbm1, 2*T, tid);
+    const bool k_fast = a.k.gran == 16 && kvq_copier::possible(T, a.k.chunks, a.k.nb1, THREADS);
+    const bool v_fast = vo.gran == 16 && kvq_copier::possible(T, vo.chunks, vo.nb1, THREADS);
+    const bool mask_fast = tok0 + mask_rows <= a.n_tok && kvq_copier::possible(mask_rows, T/8, a.nbm1, THREADS);
+    const char * k_tiles = (const char *) ((uintptr_t) k_first & ~uintptr_t(15));
+    const char * v_tiles = (const char *) ((uintptr_t) v_first & ~uintptr_t(15));
     auto fetch = [&](const int tile) {
         if (tile < tile1) {
             const uint32_t at = raw_s + uint32_t((tile - tile0) & 1)*stage_bytes;
-            k_copy.copy(a.k, at, tile*T, T, a.n_kv);
-            if (!a.v_is_k) {
-                v_copy.copy(vo, at + k_bytes, tile*T, T, a.n_kv);
+            if (k_fast) {
+                k_copy.copy(at, k_tiles + int64_t(tile)*T*a.k.nb1, a.n_kv - tile*T);
+            } else {
+                kvq_copy_window(a.k, k_first, at, tile*T, T, a.n_kv, tid, THREADS);
+            }
+            if (a.v_is_k) {
+                // the K window holds V too
+            } else if (v_fast) {
+                v_copy.copy(at + k_bytes, v_tiles + int64_t(tile)*T*vo.nb1, a.n_kv - tile*T);
+            } else {
+                kvq_copy_window(vo, v_first, at + k_bytes, tile*T, T, a.n_kv, tid, THREADS);
             }
             if (mask_rows > 0 && (tile + 1)*T <= a.n_kv) {
-                for (int i = tid; i < mask_rows*(T/8); i += THREADS) {
-                    const int r = i/(T/8), c = i % (T/8);
-                    kvq_cp_async<16>(at + k_bytes + v_bytes + i*16, mask_first + min(tok0 + r, a.n_tok - 1)*a.nbm1 + tile*T*2 + c*16);
+                if (mask_fast) {
+                    mask_copy.copy(at + k_bytes + v_bytes, mask_first + tok0*a.nbm1 + int64_t(tile)*T*2, mask_rows);
+                } else {
+                    for (int i = tid; i < mask_rows*(T/8); i += THREADS) {
+                        const int r = i/(T/8), c = i % (T/8);
+                        kvq_cp_async<16>(at + k_bytes + v_bytes + i*16, mask_first + min(tok0 + r, a.n_tok - 1)*a.nbm1 + int64_t(tile)*T*2 + c*16);
+                    }
                 }
             }
         }
@@ -185,9 +202,9 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
 
     // this warp's query rows, rotated when K is, times the logit scale
     const float logit_scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E)*kvq_tile_factor(a.k.store);
-    for (int r = 0; r < 16; ++r) {
+    for (int r = 0; r < 16*MT; ++r) {
         const int row = row0 + r;
-        __half * out = sq + (warp*16 + r)*S::SK;
+        __half * out = sq + (warp*16*MT + r)*S::SK;
         const int tok = row < n_rows ? row/a.gqa : 0, head = head_kv*a.gqa + (row < n_rows ? row % a.gqa : 0);
         const float * q = (const float *) (a.q + seq*a.nbq3 + tok*a.nbq1 + head*a.nbq2);
 #pragma unroll
@@ -213,41 +230,35 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
         }
     }
 
-    // thread rows: g and g + 8 of the warp's 16
-    const __half * mask[2];
-    int mask_at[2];
-    float slope[2];
+    // thread rows: g + 8i of the warp's 16*MT
+    int mask_at[2*MT];
+    float slope[2*MT];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int row = row0 + g + 8*i < n_rows ? row0 + g + 8*i : 0;
-        mask[i]  = a.mask ? (const __half *) (a.mask + (seq % a.nem3)*a.nbm3 + (row/a.gqa)*a.nbm1) : nullptr;
-        mask_at[i] = ((row0 + g + 8*i < n_rows ? row/a.gqa : tok0) - tok0)*T*2 + 4*t;
+    for (int i = 0; i < 2*MT; ++i) {
+        const int row = row0 + g + 8*i < n_rows ? row0 + g + 8*i : n_rows - 1;
+        mask_at[i] = (max(row/a.gqa, tok0) - tok0)*T*2 + 4*t;
         slope[i] = kvq_slope(a, head_kv*a.gqa + row % a.gqa)*KVQ_LOG2E;
     }
-
     const bool active = row0 < n_rows;         // warps past the last row only help to dequantise
 
-    float o[VN][4];
+    float o[MT][VN][4], m[2*MT], l[2*MT];
 #pragma unroll
-    for (int n = 0; n < VN; ++n) {
-        o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+        for (int n = 0; n < VN; ++n) {
+            o[i][n][0] = o[i][n][1] = o[i][n][2] = o[i][n][3] = 0.0f;
+        }
+        m[2*i] = m[2*i + 1] = KVQ_NO_MAX;
+        l[2*i] = l[2*i + 1] = 0.0f;
     }
-    float m[2] = { KVQ_NO_MAX, KVQ_NO_MAX }, l[2] = { 0.0f, 0.0f };
 
     const int mi = lane >> 3, mr = lane & 7;      // matrix and row that this lane addresses in ldmatrix
-    const uint32_t q_at = kvq_shared(sq + (warp*16 + (mi & 1)*8 + mr)*S::SK + (mi >> 1)*8);
+    const uint32_t q_at = kvq_shared(sq + (warp*16*MT + (mi & 1)*8 + mr)*S::SK + (mi >> 1)*8);
     const uint32_t k_at = kvq_shared(sk + ((mi >> 1)*8 + mr)*S::SK + (mi & 1)*8);
     const uint32_t v_at = kvq_shared(sv + ((mi & 1)*8 + mr)*S::SV + (mi >> 1)*8);
 
     kvq_cp_wait<1>();
     __syncthreads();
-    uint4 qf[Q_IN_REGS ? KS : 1];
-    if constexpr (Q_IN_REGS) {
-#pragma unroll
-        for (int s = 0; s < KS; ++s) {
-            qf[s] = kvq_ldmatrix(q_at + 32*s);
-        }
-    }
     if (tile0 < tile1) {
         dequantise(tile0);
     }
@@ -264,120 +275,160 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
         const int slot = (tile - tile0) & 1;
         const char * mask_tile = raw + slot*stage_bytes + k_bytes + v_bytes;
 #pragma unroll 1
-        for (int first = 0; first < T; first += STEP) {
+        for (int first = 0; first < T && active; first += STEP) {
             const int token = tile*T + first, at = slot*T + first;
-            uint32_t mk[2][NT];
-            bool masked = false, hidden = !active;
-            if (active && (a.mask || token + STEP > a.n_kv)) {
-                uint32_t all_bits = 0xFC00FC00u, any_bits = 0;
+            float p[MT][NT][4];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if (mask_rows > 0 && (tile + 1)*T <= a.n_kv) {
-#pragma unroll
-                        for (int j = 0; j < NT; ++j) {
-                            mk[i][j] = *(const uint32_t *) (mask_tile + mask_at[i] + 2*first + 16*j);
-                        }
-                    } else {
-#pragma unroll
-                        for (int j = 0; j < NT; ++j) {
-                            const int c = token + 8*j + 2*t;
-                            const uint32_t lo = c     < a.n_kv ? (a.mask ? kvq_ld16(mask[i] + c)     : 0u) : 0xFC00u;
-                            const uint32_t hi = c + 1 < a.n_kv ? (a.mask ? kvq_ld16(mask[i] + c + 1) : 0u) : 0xFC00u;
-                            mk[i][j] = lo | (hi << 16);
-                        }
-                    }
-#pragma unroll
-                    for (int j = 0; j < NT; ++j) {
-                        all_bits &= mk[i][j];
-                        any_bits |= mk[i][j];
-                    }
-                }
-                masked = __any_sync(0xFFFFFFFFu, any_bits != 0);
-                hidden = __all_sync(0xFFFFFFFFu, all_bits == 0xFC00FC00u && any_bits == 0xFC00FC00u);
-            }
-
-            if (!hidden) {
-                float p[NT][4];
+            for (int i = 0; i < MT; ++i) {
 #pragma unroll
                 for (int j = 0; j < NT; ++j) {
-                    p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0.0f;
+                    p[i][j][0] = p[i][j][1] = p[i][j][2] = p[i][j][3] = 0.0f;
+                }
+            }
+            // fragments are loaded one step ahead of the products
+            uint4 qa[2][MT], kb[2][NT/2];
+            auto load_k = [&](const int s, const int into) {
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {
+                    qa[into][i] = kvq_ldmatrix(q_at + i*(32*S::SK) + 32*s);
                 }
 #pragma unroll
-                for (int s = 0; s < KS; ++s) {
-                    const uint4 qa = Q_IN_REGS ? qf[Q_IN_REGS ? s : 0] : kvq_ldmatrix(q_at + 32*s);
+                for (int j = 0; j < NT/2; ++j) {
+                    kb[into][j] = kvq_ldmatrix(k_at + (at + 16*j)*(2*S::SK) + 32*s);
+                }
+            };
+            load_k(0, 0);
 #pragma unroll
-                    for (int j = 0; j < NT; j += 2) {
-                        const uint4 kb = kvq_ldmatrix(k_at + (at + 8*j)*(2*S::SK) + 32*s);
-                        kvq_mma_f16(p[j    ], qa, kb.x, kb.y);
-                        kvq_mma_f16(p[j + 1], qa, kb.z, kb.w);
+            for (int s = 0; s < KS; ++s) {
+                if (s + 1 < KS) {
+                    load_k(s + 1, (s + 1) & 1);
+                }
+#pragma unroll
+                for (int j = 0; j < NT/2; ++j) {
+#pragma unroll
+                    for (int i = 0; i < MT; ++i) {
+                        kvq_mma_f16(p[i][2*j    ], qa[s & 1][i], kb[s & 1][j].x, kb[s & 1][j].y);
+                        kvq_mma_f16(p[i][2*j + 1], qa[s & 1][i], kb[s & 1][j].z, kb[s & 1][j].w);
                     }
                 }
-                if (a.softcap != 0.0f) {
+            }
+            if (a.softcap != 0.0f) {
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {
 #pragma unroll
                     for (int j = 0; j < NT; ++j) {
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
-                            p[j][e] = a.softcap*KVQ_LOG2E*tanhf(p[j][e]);
+                            p[i][j][e] = a.softcap*KVQ_LOG2E*tanhf(p[i][j][e]);
                         }
                     }
                 }
-                if (masked) {
+            }
+            if (mask_rows > 0 && (tile + 1)*T <= a.n_kv) {
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
+                for (int i = 0; i < 2*MT; ++i) {
+                    uint32_t mk[NT], any_bits = 0;
+#pragma unroll
+                    for (int j = 0; j < NT; ++j) {
+                        mk[j] = *(const uint32_t *) (mask_tile + mask_at[i] + 2*first + 16*j);
+                        any_bits |= mk[j];
+                    }
+                    // most tiles of a long context are fully visible
+                    if (__any_sync(0xFFFFFFFFu, any_bits != 0)) {
 #pragma unroll
                         for (int j = 0; j < NT; ++j) {
-                            const float2 mf = __half22float2(*(const __half2 *) &mk[i][j]);
-                            p[j][2*i    ] = fmaf(slope[i], mf.x, p[j][2*i    ]);
-                            p[j][2*i + 1] = fmaf(slope[i], mf.y, p[j][2*i + 1]);
+                            const float2 mf = __half22float2(*(const __half2 *) &mk[j]);
+                            float * x = p[i/2][j] + 2*(i & 1);
+                            x[0] = fmaf(slope[i], mf.x, x[0]);
+                            x[1] = fmaf(slope[i], mf.y, x[1]);
                         }
                     }
                 }
-                float decay[2];
-                bool moved = false;
+            } else if (a.mask || token + STEP > a.n_kv) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    float top = m[i];
-#pragma unroll
-                    for (int j = 0; j < NT; ++j) {
-                        top = fmaxf(top, fmaxf(p[j][2*i], p[j][2*i + 1]));
-                    }
-                    top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-                    top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
-                    moved = moved || top != m[i];
-                    decay[i] = kvq_exp2(m[i] - top);
-                    m[i] = top;
-                    float sum = 0.0f;
+                for (int i = 0; i < 2*MT; ++i) {
+                    const int row = row0 + g + 8*i < n_rows ? row0 + g + 8*i : n_rows - 1;
+                    const __half * mask = (const __half *) (mask_first + (row/a.gqa)*a.nbm1);
 #pragma unroll
                     for (int j = 0; j < NT; ++j) {
-                        p[j][2*i    ] = kvq_exp2(p[j][2*i    ] - top);
-                        p[j][2*i + 1] = kvq_exp2(p[j][2*i + 1] - top);
-                        sum += p[j][2*i] + p[j][2*i + 1];
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const int c = token + 8*j + 2*t + e;
+                            const float x = c >= a.n_kv ? -INFINITY : a.mask ? slope[i]*__half2float(mask[c]) : 0.0f;
+                            p[i/2][j][2*(i & 1) + e] += x;
+                        }
                     }
-                    l[i] = fmaf(l[i], decay[i], sum);
                 }
-                if (__any_sync(0xFFFFFFFFu, moved)) {
+            }
+            float decay[2*MT];
+            bool moved = false;
+#pragma unroll
+            for (int i = 0; i < 2*MT; ++i) {
+                float * x[NT];
+                float top = m[i];
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+                    x[j] = p[i/2][j] + 2*(i & 1);
+                    top = fmaxf(top, fmaxf(x[j][0], x[j][1]));
+                }
+                top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
+                moved = moved || top != m[i];
+                decay[i] = kvq_exp2(m[i] - top);
+                m[i] = top;
+                float sum = 0.0f;
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+                    x[j][0] = kvq_exp2(x[j][0] - top);
+                    x[j][1] = kvq_exp2(x[j][1] - top);
+                    sum += x[j][0] + x[j][1];
+                }
+                l[i] = fmaf(l[i], decay[i], sum);
+            }
+            if (__any_sync(0xFFFFFFFFu, moved)) {
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {
 #pragma unroll
                     for (int n = 0; n < VN; ++n) {
-                        o[n][0] *= decay[0];
-                        o[n][1] *= decay[0];
-                        o[n][2] *= decay[1];
-                        o[n][3] *= decay[1];
+                        o[i][n][0] *= decay[2*i];
+                        o[i][n][1] *= decay[2*i];
+                        o[i][n][2] *= decay[2*i + 1];
+                        o[i][n][3] *= decay[2*i + 1];
                     }
                 }
+            }
+            uint4 pa[MT][STEP/16];
+#pragma unroll
+            for (int i = 0; i < MT; ++i) {
 #pragma unroll
                 for (int s = 0; s < STEP/16; ++s) {
-                    uint4 pa;
                     __half2 w;
-                    w = __floats2half2_rn(p[2*s    ][0], p[2*s    ][1]); pa.x = *(const uint32_t *) &w;
-                    w = __floats2half2_rn(p[2*s    ][2], p[2*s    ][3]); pa.y = *(const uint32_t *) &w;
-                    w = __floats2half2_rn(p[2*s + 1][0], p[2*s + 1][1]); pa.z = *(const uint32_t *) &w;
-                    w = __floats2half2_rn(p[2*s + 1][2], p[2*s + 1][3]); pa.w = *(const uint32_t *) &w;
+                    w = __floats2half2_rn(p[i][2*s    ][0], p[i][2*s    ][1]); pa[i][s].x = *(const uint32_t *) &w;
+                    w = __floats2half2_rn(p[i][2*s    ][2], p[i][2*s    ][3]); pa[i][s].y = *(const uint32_t *) &w;
+                    w = __floats2half2_rn(p[i][2*s + 1][0], p[i][2*s + 1][1]); pa[i][s].z = *(const uint32_t *) &w;
+                    w = __floats2half2_rn(p[i][2*s + 1][2], p[i][2*s + 1][3]); pa[i][s].w = *(const uint32_t *) &w;
+                }
+            }
+            constexpr int PAIRS = VN/2, LOADS = STEP/16*PAIRS, AHEAD = 2;
+            uint4 vb[AHEAD + 1];
+            auto load_v = [&](const int i) {
+                vb[i % (AHEAD + 1)] = kvq_ldmatrix_trans(v_at + (at + 16*(i/PAIRS))*(2*S::SV) + 32*(i % PAIRS));
+            };
 #pragma unroll
-                    for (int n = 0; n < VN; n += 2) {
-                        const uint4 vb = kvq_ldmatrix_trans(v_at + (at + 16*s)*(2*S::SV) + 16*n);
-                        kvq_mma_f16(o[n    ], pa, vb.x, vb.y);
-                        kvq_mma_f16(o[n + 1], pa, vb.z, vb.w);
-                    }
+            for (int i = 0; i < AHEAD; ++i) {
+                load_v(i);
+            }
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                if (i + AHEAD < LOADS) {
+                    load_v(i + AHEAD);
+                }
+                const int n = 2*(i % PAIRS);
+                const uint4 v = vb[i % (AHEAD + 1)];
+#pragma unroll
+                for (int k = 0; k < MT; ++k) {
+                    kvq_mma_f16(o[k][n    ], pa[k][i/PAIRS], v.x, v.y);
+                    kvq_mma_f16(o[k][n + 1], pa[k][i/PAIRS], v.z, v.w);
                 }
             }
         }
@@ -388,7 +439,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     kvq_pdl_launch();
 
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2*MT; ++i) {
         l[i] += __shfl_xor_sync(0xFFFFFFFFu, l[i], 1);
         l[i] += __shfl_xor_sync(0xFFFFFFFFu, l[i], 2);
         const int row = row0 + g + 8*i;
@@ -404,7 +455,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
         const float unit = kvq_tile_factor(vo.store);
 #pragma unroll
         for (int n = 0; n < VN; ++n) {
-            *(float2 *) (out + 8*n) = make_float2(o[n][2*i]*unit, o[n][2*i + 1]*unit);
+            *(float2 *) (out + 8*n) = make_float2(o[i/2][n][2*(i & 1)]*unit, o[i/2][n][2*(i & 1) + 1]*unit);
         }
     }
 #endif // KVQ_AMPERE

@@ -4,31 +4,44 @@
 
 #define KVQ_ROWS_WARPS 4
 
-// Both sides of a copy, or of a row gather or scatter, in the terms of the kernels below.
+// Both sides of a copy, or of a row gather or scatter, in the terms of the kernels below. Extents in blocks of N values
+// along dimension 0, so that 32-bit numbers hold every index.
 struct kvq_rows_args {
     const char * src;
     char       * dst;
     const char * index;            // rows of the table side; null for plain copies
     bool         index64;
-    int64_t      n_blocks;
-    int          blocks_row;       // blocks per row of the turbo side
-    int64_t ne[3];                 // rows: extent of dimensions 1, 2, 3 of the side that is walked
-    int64_t nb_src[4], nb_dst[4], nb_index[3], ne_index[2];
-    int64_t ne_dst[3];             // plain copies: elements of dimensions 0, 1, 2 of the other side
-    int64_t ne_src0;
+    int          bits;             // of the cache type, for the kernel that writes K and V at once
+    uint32_t n_blocks;
+    uint32_t blocks_row;           // blocks per row of the walked side
+    uint32_t ne[2];                // its extents 1 and 2
+    uint32_t ne_dst[3];            // plain copies: blocks per row and extents 1 and 2 of the other side
+    uint32_t ne_index[2];          // extents 1 and 2 of index
+    int64_t nb_src[4], nb_dst[4], nb_index[3];
 };
 
-// where the block with number i lies: its elements start at i*N in the order of the walked side
-template <int N> static __device__ __forceinline__ void kvq_split_index(const kvq_rows_args & a, const int64_t i, int64_t (&at)[4]) {
-    int64_t row = i/a.blocks_row;
-    at[0] = (i - row*a.blocks_row)*N;
-    at[1] = row % a.ne[0]; row /= a.ne[0];
-    at[2] = row % a.ne[1];
-    at[3] = row/a.ne[1];
+// where block number i lies in the order of the walked side: block of the row, then indices 1 to 3
+static __device__ __forceinline__ void kvq_split_index(const kvq_rows_args & a, const uint32_t i, uint32_t (&at)[4]) {
+    uint32_t row = i/a.blocks_row;
+    at[0] = i - row*a.blocks_row;
+    const uint32_t r1 = row/a.ne[0];
+    at[1] = row - r1*a.ne[0];
+    at[3] = r1/a.ne[1];
+    at[2] = r1 - at[3]*a.ne[1];
+}
+// the same for the other side of a plain copy
+static __device__ __forceinline__ void kvq_split_other(const kvq_rows_args & a, const uint32_t i, uint32_t (&at)[4]) {
+    const uint32_t row = i/a.ne_dst[0];
+    at[0] = i - row*a.ne_dst[0];
+    const uint32_t r1 = row/a.ne_dst[1];
+    at[1] = row - r1*a.ne_dst[1];
+    at[3] = r1/a.ne_dst[2];
+    at[2] = r1 - at[3]*a.ne_dst[2];
 }
 
-static __device__ __forceinline__ int64_t kvq_row_index(const kvq_rows_args & a, const int64_t i1, const int64_t i2, const int64_t i3) {
-    const char * p = a.index + i1*a.nb_index[0] + (i2 % a.ne_index[0])*a.nb_index[1] + (i3 % a.ne_index[1])*a.nb_index[2];
+static __device__ __forceinline__ int64_t kvq_row_index(const kvq_rows_args & a, const uint32_t (&at)[4]) {
+    const char * p = a.index + at[1]*a.nb_index[0] + (a.ne_index[0] == 1 ? 0 : at[2] % a.ne_index[0])*a.nb_index[1] +
+        (a.ne_index[1] == 1 ? 0 : at[3] % a.ne_index[1])*a.nb_index[2];
     return a.index64 ? *(const int64_t *) p : int64_t(*(const int32_t *) p);
 }
 
@@ -37,38 +50,61 @@ static __device__ __forceinline__ float kvq_load(const char * p, const __half *)
 static __device__ __forceinline__ void kvq_store_value(char * p, const float x, const float *)  { *(float *) p = x; }
 static __device__ __forceinline__ void kvq_store_value(char * p, const float x, const __half *) { *(__half *) p = __float2half_rn(x); }
 
-// float rows -> blocks: scattered to the rows in index, or copied in element order
+// float rows -> blocks: scattered to the rows in index, or copied in element order; one block
 template <int BITS, int N, typename T>
-static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_rows(const __grid_constant__ kvq_rows_args a) {
-    __shared__ float   buf[KVQ_ROWS_WARPS][N];
-    __shared__ uint8_t codes[KVQ_ROWS_WARPS][N];
-    const int lane = threadIdx.x, warp = threadIdx.y;
-    const int64_t i = int64_t(blockIdx.x)*KVQ_ROWS_WARPS + warp;
-    kvq_pdl_wait();
-    kvq_pdl_launch();
-    if (i >= a.n_blocks) {
-        return;
-    }
-    int64_t at[4];
-    kvq_split_index<N>(a, i, at);
-    const char * src = a.src + at[0]*a.nb_src[0] + at[1]*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3];
-    constexpr int BYTES = kvq_block<BITS, N>::bytes;
-    char * dst;
-    if (a.index) {
-        const int64_t row = kvq_row_index(a, at[1], at[2], at[3]);
-        dst = a.dst + row*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3] + at[0]/N*BYTES;
-    } else {
-        int64_t e = i*N;
-        const int64_t e0 = e % a.ne_dst[0]; e /= a.ne_dst[0];
-        const int64_t e1 = e % a.ne_dst[1]; e /= a.ne_dst[1];
-        dst = a.dst + e0/N*BYTES + e1*a.nb_dst[1] + (e % a.ne_dst[2])*a.nb_dst[2] + e/a.ne_dst[2]*a.nb_dst[3];
-    }
+static __device__ __forceinline__ void kvq_write_block(const kvq_rows_args & a, const uint32_t i, float * buf, uint8_t * codes, const int lane) {
+    uint32_t at[4];
+    kvq_split_index(a, i, at);
+    const char * src = a.src + int64_t(at[0])*N*a.nb_src[0] + at[1]*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3];
     float x[kvq_hadamard<N>::regs];
 #pragma unroll
     for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
         x[r] = r*32 + lane < N ? kvq_load(src + (r*32 + lane)*a.nb_src[0], (const T *) nullptr) : 0.0f;
     }
-    kvq_quantise_warp<BITS, N>(x, (uint8_t *) dst, buf[warp], codes[warp], lane);
+    constexpr int BYTES = kvq_block<BITS, N>::bytes;
+    char * dst;
+    if (a.index) {
+        dst = a.dst + kvq_row_index(a, at)*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3] + at[0]*BYTES;
+    } else {
+        kvq_split_other(a, i, at);
+        dst = a.dst + at[0]*BYTES + at[1]*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3];
+    }
+    kvq_quantise_warp<BITS, N>(x, (uint8_t *) dst, buf, codes, lane);
+}
+
+template <int BITS, int N, typename T>
+static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_rows(const __grid_constant__ kvq_rows_args a) {
+    __shared__ float   buf[KVQ_ROWS_WARPS][N];
+    __shared__ uint8_t codes[KVQ_ROWS_WARPS][N];
+    const uint32_t i = blockIdx.x*KVQ_ROWS_WARPS + threadIdx.y;
+    kvq_pdl_wait();
+    kvq_pdl_launch();
+    if (i < a.n_blocks) {
+        kvq_write_block<BITS, N, T>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x);
+    }
+}
+
+// K and V of one layer in one launch: two f32 scatters with the same block size
+struct kvq_rows_pair { kvq_rows_args part[2]; };
+
+template <int N>
+static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_two(const __grid_constant__ kvq_rows_pair pair) {
+    __shared__ float   buf[KVQ_ROWS_WARPS][N];
+    __shared__ uint8_t codes[KVQ_ROWS_WARPS][N];
+    uint32_t i = blockIdx.x*KVQ_ROWS_WARPS + threadIdx.y;
+    kvq_pdl_wait();
+    kvq_pdl_launch();
+    const int which = i >= pair.part[0].n_blocks;
+    i -= which ? pair.part[0].n_blocks : 0;
+    const kvq_rows_args & a = pair.part[which];
+    if (i >= a.n_blocks) {
+        return;
+    }
+    switch (a.bits) {
+        case 2:  kvq_write_block<2, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+        case 3:  kvq_write_block<3, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+        default: kvq_write_block<4, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+    }
 }
 
 // blocks -> float rows: gathered from the rows in index, or copied in element order
@@ -76,28 +112,21 @@ template <int BITS, int N, typename T>
 static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_read_rows(const __grid_constant__ kvq_rows_args a) {
     __shared__ float buf[KVQ_ROWS_WARPS][N];
     const int lane = threadIdx.x, warp = threadIdx.y;
-    const int64_t i = int64_t(blockIdx.x)*KVQ_ROWS_WARPS + warp;
+    const uint32_t i = blockIdx.x*KVQ_ROWS_WARPS + warp;
     kvq_pdl_wait();
     kvq_pdl_launch();
     if (i >= a.n_blocks) {
         return;
     }
-    int64_t at[4];
-    kvq_split_index<N>(a, i, at);
+    uint32_t at[4];
+    kvq_split_index(a, i, at);
     constexpr int BYTES = kvq_block<BITS, N>::bytes;
-    const char * src;
-    char * dst;
-    if (a.index) {
-        const int64_t row = kvq_row_index(a, at[1], at[2], at[3]);
-        src = a.src + row*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3] + at[0]/N*BYTES;
-        dst = a.dst + at[0]*a.nb_dst[0] + at[1]*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3];
-    } else {
-        src = a.src + at[1]*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3] + at[0]/N*BYTES;
-        int64_t e = i*N;
-        const int64_t e0 = e % a.ne_dst[0]; e /= a.ne_dst[0];
-        const int64_t e1 = e % a.ne_dst[1]; e /= a.ne_dst[1];
-        dst = a.dst + e0*a.nb_dst[0] + e1*a.nb_dst[1] + (e % a.ne_dst[2])*a.nb_dst[2] + e/a.ne_dst[2]*a.nb_dst[3];
+    const int64_t row = a.index ? kvq_row_index(a, at) : at[1];
+    const char * src = a.src + row*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3] + at[0]*BYTES;
+    if (!a.index) {
+        kvq_split_other(a, i, at);
     }
+    char * dst = a.dst + int64_t(at[0])*N*a.nb_dst[0] + at[1]*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3];
     float x[kvq_hadamard<N>::regs];
     kvq_dequantise_warp<BITS, N>((const uint8_t *) src, x, buf[warp], lane);
 #pragma unroll
@@ -113,10 +142,10 @@ static __global__ void kvq_copy_blocks(const __grid_constant__ kvq_rows_args a, 
     kvq_pdl_wait();
     kvq_pdl_launch();
     for (int64_t i = int64_t(blockIdx.x)*blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x)*blockDim.x) {
-        int64_t row = i/halves_row;
-        const int64_t h = 2*(i - row*halves_row);
-        const int64_t i1 = row % a.ne[0]; row /= a.ne[0];
-        const int64_t i2 = row % a.ne[1], i3 = row/a.ne[1];
+        uint32_t row = uint32_t(i/halves_row);
+        const int64_t h = 2*(i - int64_t(row)*halves_row);
+        const uint32_t i1 = row % a.ne[0]; row /= a.ne[0];
+        const uint32_t i2 = row % a.ne[1], i3 = row/a.ne[1];
         *(uint16_t *) (a.dst + i1*a.nb_dst[1] + i2*a.nb_dst[2] + i3*a.nb_dst[3] + h) =
             *(const uint16_t *) (a.src + i1*a.nb_src[1] + i2*a.nb_src[2] + i3*a.nb_src[3] + h);
     }
@@ -140,24 +169,28 @@ static kvq_rows_kernel kvq_find_read(const ggml_type type, const ggml_type to) {
     }
 }
 
+static dim3 kvq_rows_grid(const uint32_t n_blocks) {
+    return dim3((n_blocks + KVQ_ROWS_WARPS - 1)/KVQ_ROWS_WARPS, 1, 1);
+}
+
 static void kvq_launch_rows(ggml_backend_cuda_context & ctx, const kvq_rows_kernel kernel, const kvq_rows_args & a) {
-    const int64_t blocks = (a.n_blocks + KVQ_ROWS_WARPS - 1)/KVQ_ROWS_WARPS;
-    GGML_ASSERT(blocks <= INT_MAX);
-    if (blocks > 0) {
-        ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(dim3(blocks, 1, 1), dim3(32, KVQ_ROWS_WARPS, 1), size_t(0), ctx.stream()), a);
+    if (a.n_blocks > 0) {
+        ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(kvq_rows_grid(a.n_blocks), dim3(32, KVQ_ROWS_WARPS, 1), size_t(0), ctx.stream()), a);
     }
 }
 
 static kvq_rows_args kvq_rows_of(const ggml_tensor * src, const ggml_tensor * dst, const ggml_tensor * walked, const int64_t n_per_block) {
     kvq_rows_args a = {};
+    GGML_ASSERT(ggml_nelements(walked)/n_per_block < INT_MAX);
     a.src = (const char *) src->data;
     a.dst = (char *) dst->data;
-    a.n_blocks   = ggml_nelements(walked)/n_per_block;
-    a.blocks_row = int(walked->ne[0]/n_per_block);
-    for (int i = 0; i < 3; ++i) {
-        a.ne[i]     = walked->ne[i + 1];
-        a.ne_dst[i] = dst->ne[i];
-    }
+    a.n_blocks   = uint32_t(ggml_nelements(walked)/n_per_block);
+    a.blocks_row = uint32_t(walked->ne[0]/n_per_block);
+    a.ne[0] = uint32_t(walked->ne[1]);
+    a.ne[1] = uint32_t(walked->ne[2]);
+    a.ne_dst[0] = uint32_t(dst->ne[0]/n_per_block);
+    a.ne_dst[1] = uint32_t(dst->ne[1]);
+    a.ne_dst[2] = uint32_t(dst->ne[2]);
     for (int i = 0; i < 4; ++i) {
         a.nb_src[i] = src->nb[i];
         a.nb_dst[i] = dst->nb[i];
@@ -165,26 +198,51 @@ static kvq_rows_args kvq_rows_of(const ggml_tensor * src, const ggml_tensor * ds
     return a;
 }
 
-void kvq_cuda_set_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    const ggml_tensor * src = dst->src[0], * index = dst->src[1];
-    kvq_rows_args a = kvq_rows_of(src, dst, src, ggml_blck_size(dst->type));
+static void kvq_set_index(kvq_rows_args & a, const ggml_tensor * index) {
     a.index   = (const char *) index->data;
     a.index64 = index->type == GGML_TYPE_I64;
-    for (int i = 0; i < 3; ++i) { a.nb_index[i] = index->nb[i]; }
-    a.ne_index[0] = index->ne[1];
-    a.ne_index[1] = index->ne[2];
-    kvq_launch_rows(ctx, kvq_find_write(dst->type, src->type), a);
+    for (int i = 0; i < 3; ++i) {
+        a.nb_index[i] = index->nb[i];
+    }
+    a.ne_index[0] = uint32_t(index->ne[1]);
+    a.ne_index[1] = uint32_t(index->ne[2]);
+}
+
+static kvq_rows_args kvq_set_rows_args(const ggml_tensor * dst) {
+    kvq_rows_args a = kvq_rows_of(dst->src[0], dst, dst->src[0], ggml_blck_size(dst->type));
+    kvq_set_index(a, dst->src[1]);
+    a.bits = kvq_bits(dst->type);
+    return a;
+}
+
+void kvq_cuda_set_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    kvq_launch_rows(ctx, kvq_find_write(dst->type, dst->src[0]->type), kvq_set_rows_args(dst));
+}
+
+bool kvq_cuda_set_rows_two(ggml_backend_cuda_context & ctx, const ggml_tensor * k, const ggml_tensor * v) {
+    if (ggml_blck_size(k->type) != ggml_blck_size(v->type) || k->src[0]->type != GGML_TYPE_F32 || v->src[0]->type != GGML_TYPE_F32) {
+        return false;
+    }
+    const kvq_rows_pair pair = { { kvq_set_rows_args(k), kvq_set_rows_args(v) } };
+    const uint32_t n_blocks = pair.part[0].n_blocks + pair.part[1].n_blocks;
+    if (n_blocks == 0) {
+        return true;
+    }
+    void (* kernel)(const kvq_rows_pair) = nullptr;
+    switch (ggml_blck_size(k->type)) {
+#define KVQ_CASE_TWO(N) case N: kernel = kvq_write_two<N>; break;
+        KVQ_FOR_EACH_BLOCK(KVQ_CASE_TWO)
+        default: return false;
+    }
+    ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(kvq_rows_grid(n_blocks), dim3(32, KVQ_ROWS_WARPS, 1), size_t(0), ctx.stream()), pair);
+    return true;
 }
 
 void kvq_cuda_get_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    const ggml_tensor * src = dst->src[0], * index = dst->src[1];
     // dst [ne0, ne10, ne11, ne12]: row i10 of plane (i11, i12) comes from row index[i10, i11, i12] of the same plane
-    kvq_rows_args a = kvq_rows_of(src, dst, dst, ggml_blck_size(src->type));
-    a.index = (const char *) index->data;
-    for (int i = 0; i < 3; ++i) { a.nb_index[i] = index->nb[i]; }
-    a.ne_index[0] = index->ne[1];
-    a.ne_index[1] = index->ne[2];
-    kvq_launch_rows(ctx, kvq_find_read(src->type, dst->type), a);
+    kvq_rows_args a = kvq_rows_of(dst->src[0], dst, dst, ggml_blck_size(dst->src[0]->type));
+    kvq_set_index(a, dst->src[1]);
+    kvq_launch_rows(ctx, kvq_find_read(dst->src[0]->type, dst->type), a);
 }
 
 void kvq_cuda_copy(ggml_backend_cuda_context & ctx, const ggml_tensor * src, ggml_tensor * dst) {

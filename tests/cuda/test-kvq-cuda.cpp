@@ -31,6 +31,7 @@ struct tensor_data { ggml_tensor * tensor; const bytes * data; };
 struct graph_build {
     ggml_context * ctx;
     std::vector<tensor_data> inputs;
+    ggml_cgraph * graph;
 
     ggml_tensor * input(const ggml_type type, const std::vector<int64_t> & ne, const bytes & data) {
         ggml_tensor * t = ggml_new_tensor(ctx, type, int(ne.size()), ne.data());
@@ -43,10 +44,10 @@ struct graph_build {
 // Computes what `build` describes on one backend and returns the result's bytes; the whole of `watch`, if it sets one.
 static bytes compute(const ggml_backend_t backend, const std::function<ggml_tensor * (graph_build &, ggml_tensor **)> & build) {
     ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*64 + ggml_graph_overhead(), nullptr, true });
-    graph_build b = { ctx, {} };
+    ggml_cgraph * graph = ggml_new_graph(ctx);
+    graph_build b = { ctx, {}, graph };
     ggml_tensor * watch = nullptr;
     ggml_tensor * out = build(b, &watch);
-    ggml_cgraph * graph = ggml_new_graph(ctx);
     ggml_build_forward_expand(graph, out);
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         ggml_tensor * node = ggml_graph_node(graph, i);
@@ -134,13 +135,16 @@ static void check_rows(const ggml_type type) {
         bytes x = gaussian(row*rows*2, sigma);
         std::fill(x.begin(), x.begin() + n*sizeof(float), uint8_t(0));             // a block of zeros
         const bytes blocks = cache_data(type, row, table*2);
-        bytes i32(rows*4), i64(rows*8);
+        const bytes other = cache_data(GGML_TYPE_TURBO2_128, row/n*128, table*2);
+        bytes i32(rows*4), i64(rows*8), i64x2(rows*16);
         std::vector<int> order(table);
         for (int i = 0; i < table; ++i) { order[i] = i; }
         std::shuffle(order.begin(), order.end(), rng);
         for (int i = 0; i < rows; ++i) {
             ((int32_t *) i32.data())[i] = order[i];
             ((int64_t *) i64.data())[i] = order[i];
+            ((int64_t *) i64x2.data())[i]        = order[i];
+            ((int64_t *) i64x2.data())[rows + i] = order[i] + table;
         }
         for (const bool wide : { false, true }) {
             same("SET_ROWS", [&](graph_build & b, ggml_tensor ** watch) {
@@ -148,6 +152,20 @@ static void check_rows(const ggml_type type) {
                 return ggml_set_rows(b.ctx, *watch, b.input(GGML_TYPE_F32, { row, rows, 2 }, x), wide ? b.input(GGML_TYPE_I64, { rows }, i64) : b.input(GGML_TYPE_I32, { rows }, i32));
             });
         }
+        // K and V in a row: fused into one launch
+        same("two SET_ROWS", [&](graph_build & b, ggml_tensor ** watch) {
+            ggml_tensor * cache[2], * rows_of[2];
+            for (int i = 0; i < 2; ++i) {
+                cache[i]   = b.input(i == 1 && type == GGML_TYPE_TURBO3_128 ? GGML_TYPE_TURBO2_128 : type, { row, table*2 }, i == 1 && type == GGML_TYPE_TURBO3_128 ? other : blocks);
+                rows_of[i] = b.input(GGML_TYPE_F32, { row, rows*2 }, x);
+            }
+            ggml_tensor * index = b.input(GGML_TYPE_I64, { rows*2 }, i64x2);
+            ggml_tensor * k = ggml_set_rows(b.ctx, cache[0], rows_of[0], index);
+            ggml_tensor * v = ggml_set_rows(b.ctx, cache[1], rows_of[1], index);
+            ggml_build_forward_expand(b.graph, k);
+            *watch = cache[sigma == 1.0f ? 0 : 1];
+            return v;
+        });
         same("GET_ROWS", [&](graph_build & b, ggml_tensor **) {
             ggml_tensor * t = b.input(type, { row, table*2 }, blocks);
             return ggml_get_rows(b.ctx, t, b.input(GGML_TYPE_I32, { rows }, i32));
@@ -327,8 +345,8 @@ static void check_all(const bool quick) {
 
 static double seconds_of(const ggml_backend_t backend, const std::function<ggml_tensor * (graph_build &, int)> & build, const int copies, const int repeats) {
     ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*2048 + ggml_graph_overhead_custom(4096, false), nullptr, true });
-    graph_build b = { ctx, {} };
     ggml_cgraph * graph = ggml_new_graph_custom(ctx, 4096, false);
+    graph_build b = { ctx, {}, graph };
     for (int i = 0; i < copies; ++i) {
         ggml_build_forward_expand(graph, build(b, i));
     }

@@ -4,9 +4,9 @@
 kvq_prefill_entry kvq_find_prefill_112(int dv, bool v_is_k, int index) {
     if (dv == 112 && !v_is_k) {
         switch (index) {
-            case 0: return kvq_prefill_make<112, 112, 112, 112, 112, 256, 64>();
-            case 1: return kvq_prefill_make<112, 112, 112, 112, 112, 128, 32>();
-            case 2: return kvq_prefill_make<112, 112, 112, 112, 112,  64, 32>();
+            case 0: return kvq_prefill_make<112, 112, 112, 112, 112, 8, 2, 64>();
+            case 1: return kvq_prefill_make<112, 112, 112, 112, 112, 8, 1, 32>();
+            case 2: return kvq_prefill_make<112, 112, 112, 112, 112,  4, 1, 32>();
         }
     }
     return {};

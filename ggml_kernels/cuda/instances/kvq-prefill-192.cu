@@ -4,14 +4,14 @@
 kvq_prefill_entry kvq_find_prefill_192(int dv, bool v_is_k, int index) {
     if (dv == 128 && !v_is_k) {
         switch (index) {
-            case 0: return kvq_prefill_make<192, 128, 128, 64, 128, 128, 32>();
-            case 1: return kvq_prefill_make<192, 128, 128, 64, 128, 64, 16>();
+            case 0: return kvq_prefill_make<192, 128, 128, 64, 128, 8, 1, 32>();
+            case 1: return kvq_prefill_make<192, 128, 128, 64, 128, 4, 1, 16>();
         }
     }
     if (dv == 192 && !v_is_k) {
         switch (index) {
-            case 0: return kvq_prefill_make<192, 192, 192, 64, 64, 128, 32>();
-            case 1: return kvq_prefill_make<192, 192, 192, 64, 64, 64, 16>();
+            case 0: return kvq_prefill_make<192, 192, 192, 64, 64, 8, 1, 32>();
+            case 1: return kvq_prefill_make<192, 192, 192, 64, 64, 4, 1, 16>();
         }
     }
     return {};

@@ -4,8 +4,8 @@
 kvq_prefill_entry kvq_find_prefill_256(int dv, bool v_is_k, int index) {
     if (dv == 256 && !v_is_k) {
         switch (index) {
-            case 0: return kvq_prefill_make<256, 256, 256, 128, 128, 128, 32>();
-            case 1: return kvq_prefill_make<256, 256, 256, 128, 128, 64, 16>();
+            case 0: return kvq_prefill_make<256, 256, 256, 128, 128, 8, 1, 32>();
+            case 1: return kvq_prefill_make<256, 256, 256, 128, 128, 4, 1, 16>();
         }
     }
     return {};

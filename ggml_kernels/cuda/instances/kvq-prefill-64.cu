@@ -4,9 +4,9 @@
 kvq_prefill_entry kvq_find_prefill_64(int dv, bool v_is_k, int index) {
     if (dv == 64 && !v_is_k) {
         switch (index) {
-            case 0: return kvq_prefill_make<64, 64, 64, 64, 64, 256, 64>();
-            case 1: return kvq_prefill_make<64, 64, 64, 64, 64, 128, 32>();
-            case 2: return kvq_prefill_make<64, 64, 64, 64, 64,  64, 32>();
+            case 0: return kvq_prefill_make<64, 64, 64, 64, 64, 8, 2, 64>();
+            case 1: return kvq_prefill_make<64, 64, 64, 64, 64, 8, 1, 32>();
+            case 2: return kvq_prefill_make<64, 64, 64, 64, 64,  4, 1, 32>();
         }
     }
     return {};

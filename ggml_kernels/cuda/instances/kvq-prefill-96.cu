@@ -4,9 +4,9 @@
 kvq_prefill_entry kvq_find_prefill_96(int dv, bool v_is_k, int index) {
     if (dv == 96 && !v_is_k) {
         switch (index) {
-            case 0: return kvq_prefill_make<96, 96, 96, 96, 96, 256, 64>();
-            case 1: return kvq_prefill_make<96, 96, 96, 96, 96, 128, 32>();
-            case 2: return kvq_prefill_make<96, 96, 96, 96, 96,  64, 32>();
+            case 0: return kvq_prefill_make<96, 96, 96, 96, 96, 8, 2, 64>();
+            case 1: return kvq_prefill_make<96, 96, 96, 96, 96, 8, 1, 32>();
+            case 2: return kvq_prefill_make<96, 96, 96, 96, 96,  4, 1, 32>();
         }
     }
     return {};
