@@ -8,7 +8,7 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-REINSTALL = "pip install --force-reinstall --no-deps pykvq"
+REINSTALL = "pip install '.[compat]' (in the folder of the pykvq source)"
 
 
 class NativeError(RuntimeError):
