@@ -14,7 +14,7 @@ import numpy as np
 
 from pykvq.gguf_header import read_header
 from pykvq.kv_info import CacheInfo, cache_info
-from pykvq.llama_glue import check_cache, reason, record, split_kv_type
+from pykvq.llama_glue import check_cache, forget, reason, record, split_kv_type
 from pykvq.support import is_quantised, type_id
 
 
@@ -29,6 +29,7 @@ class Model:
         params = native.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
         self.gpu_layers = gpu_layers
+        forget()
         self.handle = native.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             raise ValueError(reason(f"llama.cpp cannot load {path}"))
@@ -102,6 +103,7 @@ class Context:
         if on_tensor is not None:                # ggml_backend_sched_eval_callback; must live as long as the context
             params.cb_eval = self._on_tensor = native.ggml_backend_sched_eval_callback(on_tensor)
         self.model, self.n_batch, self.kv_type = model, n_batch, (k, v)
+        forget()
         self.handle = native.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise ValueError(reason(f"no context of {n_ctx} tokens with cache type K {k} V {v}"))
@@ -127,6 +129,7 @@ class Context:
         b.n_tokens = len(entries)
         for i, (token, position, seq, wanted) in enumerate(entries):
             b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0], b.logits[i] = token, position, 1, seq, wanted
+        forget()
         status = native.llama_decode(self.handle, b)
         if status:
             raise RuntimeError(reason(f"llama_decode failed with status {status}"))
@@ -166,6 +169,7 @@ class Context:
     def load(self, state: bytes, seq: int | None = None) -> None:
         """Restore what save() returned. Raises ValueError when llama.cpp refuses it (another type, model or size)."""
         buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        forget()
         n = (native.llama_state_set_data(self.handle, buffer, len(state)) if seq is None
              else native.llama_state_seq_set_data(self.handle, buffer, len(state), seq))
         if n != len(state):

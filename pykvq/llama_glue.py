@@ -51,6 +51,7 @@ def check_before_load(llm, n_ctx: int) -> None:
     cache that cannot fit into the host's memory.
     """
     import llama_cpp.llama_cpp as bindings
+    forget()
     on_device = llm.model_params.n_gpu_layers and llm.context_params.offload_kqv and bindings.llama_supports_gpu_offload()
     header = read_header(llm.model_path)
     if not llm.model_params.vocab_only:
@@ -102,13 +103,20 @@ def record(level: int, text: bytes) -> None:
         _errors[-1] += line
 
 
-def reason(message: str) -> str:
-    """`message` with the cause that llama.cpp logged, as one line; forgets the recorded errors."""
-    texts = [line.split(": ", 1)[-1] for line in _errors]
+def forget() -> None:
+    """Drop recorded errors, so that reason() quotes only what comes after."""
     _errors.clear()
-    causes = [text for text in texts if text != "failed to load model"]       # the last line of every failed load says only that
+
+
+def reason(message: str) -> str:
+    """`message` with the cause that llama.cpp logged, as one line; forgets the recorded errors.
+
+    The first error is the cause; those after it tell what failed because of it.
+    """
+    texts = [line.split(": ", 1)[-1] for line in _errors]
+    forget()
     hint = "; use a smaller n_ctx or a smaller kv_type" if any("alloc" in text for text in texts) else ""
-    return f"{message}: {causes[-1]}{hint}" if causes else message
+    return f"{message}: {texts[0]}{hint}" if texts else message
 
 
 def info(llm) -> CacheInfo:
@@ -134,6 +142,7 @@ def check_state(llm, state) -> None:
 
     Raises ValueError.
     """
+    forget()
     if state.n_tokens > llm.n_ctx():
         raise ValueError(f"the saved state holds {state.n_tokens} tokens, the context {llm.n_ctx()}; load the model with n_ctx={state.n_tokens}")
     theirs, ours = getattr(state, "kvq_identity", None), _identity(llm)
