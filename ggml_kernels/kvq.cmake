@@ -2,7 +2,7 @@
 
 set(KVQ_DIR ${CMAKE_CURRENT_LIST_DIR})
 
-# kvq_sources(<target> <private include folders...> GLOBS <patterns...>)
+# kvq_sources(<target> GLOBS <patterns...> [INCLUDES <private include folders...>])
 function(kvq_sources target)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "GLOBS;INCLUDES")
     list(TRANSFORM arg_GLOBS PREPEND ${KVQ_DIR}/)
