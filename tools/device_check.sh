@@ -5,7 +5,7 @@
 #   tools/device_check.sh run DIR [STEP...]   there, in the unpacked archive: build in DIR, then the steps, by default
 #                                             check sanitize time model
 # Steps: check (grid against the CPU), sanitize (compute-sanitizer on a small grid), time (kernels), model (llama-bench on
-# an 8B-shaped random model), long (a context of 1,000,000 tokens). Under ten minutes on 16 cores and one H200.
+# an 8B-shaped random model), streams (eight of 32K), long (a context of 1,000,000 tokens). Under ten minutes on 16 cores and one H200.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,9 +15,9 @@ pack() {
     local stage
     stage=$(mktemp -d)
     mkdir -p "$stage/pykvq-device/upstream/vendor/llama.cpp"
-    git ls-files -z | tar --null -T - -cf - | tar -xf - -C "$stage/pykvq-device"
+    git ls-files -z --cached --others --exclude-standard | tar --ignore-failed-read --null -T - -cf - | tar -xf - -C "$stage/pykvq-device"
     (cd "$tree" && tar -cf - LICENSE.md llama_cpp) | tar -xf - -C "$stage/pykvq-device/upstream"
-    (cd "$tree/vendor/llama.cpp" && tar --exclude=tools/ui --exclude=ggml/src/ggml-vulkan --exclude=ggml/src/ggml-sycl \
+    (cd "$tree/vendor/llama.cpp" && tar --exclude=ggml/src/ggml-vulkan --exclude=ggml/src/ggml-sycl \
         --exclude=ggml/src/ggml-opencl --exclude=ggml/src/ggml-hexagon --exclude=ggml/src/ggml-webgpu --exclude=ggml/src/ggml-cann \
         -cf - CMakeLists.txt LICENSE cmake common ggml include src tools vendor gguf-py licenses) | tar -xf - -C "$stage/pykvq-device/upstream/vendor/llama.cpp"
     # fixed time stamps: an object built from one archive stays valid for the next where the source did not change
@@ -53,7 +53,7 @@ step() {
               done ;;
     streams)  local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf}
               for t in ${TYPES:-f16 turbo2 turbo3 turbo4}; do
-                  "$(program "$dir" llama-batched-bench)" -m "$gguf" -ngl 99 -fa on -ctk $t -ctv $t -c 266240 -npp 32768 -ntg 32 -npl 8 -b 2048 -ub 512 2>&1 | grep -E "^\|" | tail -1 | sed "s/^/$t /"
+                  "$(program "$dir" llama-batched-bench)" -m "$gguf" -ngl 99 -fa on -ctk $t -ctv $t -c 263168 -npp 32768 -ntg 64 -npl 8 -pps -b 2048 -ub 512 2>&1 | grep -E "^\|" | tail -1 | sed "s/^/$t /"
               done ;;
     long)     local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf}
               for t in ${TYPES:-turbo2}; do

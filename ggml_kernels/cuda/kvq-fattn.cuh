@@ -41,6 +41,7 @@ struct kvq_fattn_args {
     int     n_split, n_part;    // blocks, and partial results, along the context
     int     mask_rows;          // prefill: mask rows staged in shared memory, 0 to read them from memory
     int     heads, row_groups, slices;      // decode: what the warps of one block divide among themselves
+    bool    fused;              // decode: one block has all of a KV head's tokens and writes the output itself
     bool    v_is_k;             // V is the head of K's slice (MLA)
 };
 
@@ -144,28 +145,30 @@ static __device__ __forceinline__ void kvq_copy_window(
     }
 }
 
-// This thread's part of a copy that the block makes in one pass of 16-byte pieces, worked out once.
+// This thread's part of a copy in 16-byte pieces, worked out once: a thread keeps its piece of a row and walks the rows.
 struct kvq_copier {
-    uint32_t src;       // bytes from the start of the tile
-    int      dst;       // bytes in the window; negative when this thread copies nothing
-    int      row;
+    uint32_t src, src_step;     // bytes from the start of the tile, and to this thread's next row
+    int dst, dst_step;          // the same in the window
+    int row, row_step;          // row is past the last when this thread copies nothing
 
-    // rows of `chunks` pieces, nb bytes apart in memory and stride bytes in shared memory; possible() must hold
-    __device__ __forceinline__ kvq_copier(const int rows, const int chunks, const int64_t nb, const int stride, const int tid) {
-        const int per = per_row(chunks), c = tid & (per - 1);
-        row = tid/per;
-        src = uint32_t(row*nb) + c*16;
-        dst = row < rows && c < chunks ? row*stride + c*16 : -1;
+    __device__ __forceinline__ kvq_copier(const int chunks, const int64_t nb, const int stride, const int tid, const int n_threads) {
+        const int per = chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32, c = tid & (per - 1);
+        row = c < chunks ? tid/per : 1 << 20;
+        src = uint32_t(tid/per*nb) + c*16;
+        dst = tid/per*stride + c*16;
+        row_step = n_threads/per;
+        src_step = uint32_t(row_step*nb);
+        dst_step = row_step*stride;
     }
-    static __device__ __forceinline__ int per_row(const int chunks) {
-        return chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32;
+    static __device__ __forceinline__ bool possible(const int rows, const int chunks, const int64_t nb) {
+        return chunks <= 32 && nb*rows < (int64_t(1) << 31);
     }
-    static __device__ __forceinline__ bool possible(const int rows, const int chunks, const int64_t nb, const int n_threads) {
-        return chunks <= 32 && rows*per_row(chunks) <= n_threads && nb*rows < (int64_t(1) << 31);
-    }
-    __device__ __forceinline__ void copy(const uint32_t at, const char * tile, const int rows_left) const {
-        if (dst >= 0) {
-            kvq_cp_async<16>(at + dst, tile + src, row < rows_left);
+    __device__ __forceinline__ void copy(const uint32_t at, const char * tile, const int rows, const int rows_left) const {
+        uint32_t from = src, to = at + dst;
+        for (int r = row; r < rows; r += row_step) {
+            kvq_cp_async<16>(to, tile + from, r < rows_left);
+            from += src_step;
+            to += dst_step;
         }
     }
 };

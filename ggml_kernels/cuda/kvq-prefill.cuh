@@ -33,52 +33,42 @@ static __device__ __forceinline__ float kvq_tile_factor(const int store) {
 // odd tokens begins in its window row.
 template <int BITS, int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_turbo(
         const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
-    constexpr int SD = D + 8, BLOCKS = D/N;
     using B = kvq_block<BITS, N>;
-    constexpr int U = B::units, ROWS = THREADS/U;
-    constexpr bool REGULAR = THREADS % U == 0 && ROWS % 8 == 0 && (TILE % ROWS == 0 || ROWS % TILE == 0);
+    // PER threads a token, each every PER-th unit: one scale a thread, and neighbouring tokens in different banks
+    constexpr int SD = D + 8, PER = THREADS/TILE, EACH = (B::units + PER - 1)/PER;
+    static_assert(THREADS % TILE == 0, "a token has the same threads in every tile");
+    const int q = tid % PER, tok = tid/PER;
     const kvq_tables<BITS, 128> table;
-    auto item = [&](const int u, const int tok, const int b) {
+#pragma unroll
+    for (int b = 0; b < D/N; ++b) {
         const char * block = raw + tok*stride + ((tok & 1) ? shift1 : shift0) + b*B::bytes;
         const __half2 d = __float2half2_rn(kvq_ld_half(block + B::scale_off)*0.03125f);
-        __half * out = tile + tok*SD + b*N + 2*u;
-        if constexpr (BITS == 4) {
-            const uint32_t r = table.one(kvq_ld16(block + 2*u));
-            *(__half2 *) (out      ) = kvq_two_levels<0x4240>(r, d);
-            *(__half2 *) (out + N/2) = kvq_two_levels<0x4341>(r, d);
-        } else {
-            uint32_t r0, r1;
-            kvq_unit_pair(table, kvq_ld16(block + 2*u), BITS == 3 ? kvq_hi16<N>(block, u) : 0u, r0, r1);
-            *(__half2 *) (out          ) = kvq_two_levels<0x4240>(r0, d);
-            *(__half2 *) (out +   N/4  ) = kvq_two_levels<0x4240>(r1, d);
-            *(__half2 *) (out + 2*(N/4)) = kvq_two_levels<0x4341>(r0, d);
-            *(__half2 *) (out + 3*(N/4)) = kvq_two_levels<0x4341>(r1, d);
+        uint32_t lo[EACH], hi[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int u = q + i*PER;
+            lo[i] = kvq_ld16(block + 2*u);
+            hi[i] = BITS == 3 ? kvq_hi16<N>(block, u) : 0u;
         }
-    };
-    if constexpr (REGULAR) {
-        // neighbouring groups of lanes take tokens four apart: their stores fall into different banks
-        const int u = tid % U, r = tid/U, row = (r & ~5) | ((r & 1) << 2) | ((r >> 2) & 1);
-        if constexpr (ROWS <= TILE) {
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
-#pragma unroll
-                for (int tok = 0; tok < TILE; tok += ROWS) {
-                    item(u, tok + row, b);
-                }
+        for (int i = 0; i < EACH; ++i) {
+            const int u = q + i*PER;
+            if (B::units % PER != 0 && u >= B::units) {
+                break;
             }
-        } else {
-            constexpr int AT_ONCE = ROWS/TILE;
-#pragma unroll
-            for (int b0 = 0; b0 < BLOCKS; b0 += AT_ONCE) {
-                const int b = b0 + row/TILE;
-                if (b < BLOCKS) {
-                    item(u, row % TILE, b);
-                }
+            __half * out = tile + tok*SD + b*N + 2*u;
+            if constexpr (BITS == 4) {
+                const uint32_t r = table.one(lo[i]);
+                *(__half2 *) (out      ) = kvq_two_levels<0x4240>(r, d);
+                *(__half2 *) (out + N/2) = kvq_two_levels<0x4341>(r, d);
+            } else {
+                uint32_t r0, r1;
+                kvq_unit_pair(table, lo[i], hi[i], r0, r1);
+                *(__half2 *) (out          ) = kvq_two_levels<0x4240>(r0, d);
+                *(__half2 *) (out +   N/4  ) = kvq_two_levels<0x4240>(r1, d);
+                *(__half2 *) (out + 2*(N/4)) = kvq_two_levels<0x4341>(r0, d);
+                *(__half2 *) (out + 3*(N/4)) = kvq_two_levels<0x4341>(r1, d);
             }
-        }
-    } else {
-        for (int i = tid; i < TILE*BLOCKS*U; i += THREADS) {
-            item(i % U, (i/U) % TILE, i/(U*TILE));
         }
     }
 }
@@ -154,31 +144,31 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     const int stage_bytes = k_bytes + v_bytes + mask_bytes;
     const char * mask_first = a.mask + (seq % a.nem3)*a.nbm3;
 
-    const kvq_copier k_copy(T, a.k.chunks, a.k.nb1, a.k.stride, tid), v_copy(T, vo.chunks, vo.nb1, vo.stride, tid);
-    const kvq_copier mask_copy(mask_rows, T/8, a.nbm1, 2*T, tid);
-    const bool k_fast = a.k.gran == 16 && kvq_copier::possible(T, a.k.chunks, a.k.nb1, THREADS);
-    const bool v_fast = vo.gran == 16 && kvq_copier::possible(T, vo.chunks, vo.nb1, THREADS);
-    const bool mask_fast = tok0 + mask_rows <= a.n_tok && kvq_copier::possible(mask_rows, T/8, a.nbm1, THREADS);
+    const kvq_copier k_copy(a.k.chunks, a.k.nb1, a.k.stride, tid, THREADS), v_copy(vo.chunks, vo.nb1, vo.stride, tid, THREADS);
+    const kvq_copier mask_copy(T/8, a.nbm1, 2*T, tid, THREADS);
+    const bool k_fast = a.k.gran == 16 && kvq_copier::possible(T, a.k.chunks, a.k.nb1);
+    const bool v_fast = vo.gran == 16 && kvq_copier::possible(T, vo.chunks, vo.nb1);
+    const bool mask_fast = tok0 + mask_rows <= a.n_tok && kvq_copier::possible(mask_rows, T/8, a.nbm1);
     const char * k_tiles = (const char *) ((uintptr_t) k_first & ~uintptr_t(15));
     const char * v_tiles = (const char *) ((uintptr_t) v_first & ~uintptr_t(15));
     auto fetch = [&](const int tile) {
         if (tile < tile1) {
             const uint32_t at = raw_s + uint32_t((tile - tile0) & 1)*stage_bytes;
             if (k_fast) {
-                k_copy.copy(at, k_tiles + int64_t(tile)*T*a.k.nb1, a.n_kv - tile*T);
+                k_copy.copy(at, k_tiles + int64_t(tile)*T*a.k.nb1, T, a.n_kv - tile*T);
             } else {
                 kvq_copy_window(a.k, k_first, at, tile*T, T, a.n_kv, tid, THREADS);
             }
             if (a.v_is_k) {
                 // the K window holds V too
             } else if (v_fast) {
-                v_copy.copy(at + k_bytes, v_tiles + int64_t(tile)*T*vo.nb1, a.n_kv - tile*T);
+                v_copy.copy(at + k_bytes, v_tiles + int64_t(tile)*T*vo.nb1, T, a.n_kv - tile*T);
             } else {
                 kvq_copy_window(vo, v_first, at + k_bytes, tile*T, T, a.n_kv, tid, THREADS);
             }
             if (mask_rows > 0 && (tile + 1)*T <= a.n_kv) {
                 if (mask_fast) {
-                    mask_copy.copy(at + k_bytes + v_bytes, mask_first + tok0*a.nbm1 + int64_t(tile)*T*2, mask_rows);
+                    mask_copy.copy(at + k_bytes + v_bytes, mask_first + tok0*a.nbm1 + int64_t(tile)*T*2, mask_rows, mask_rows);
                 } else {
                     for (int i = tid; i < mask_rows*(T/8); i += THREADS) {
                         const int r = i/(T/8), c = i % (T/8);
@@ -325,19 +315,22 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
                 }
             }
             if (mask_rows > 0 && (tile + 1)*T <= a.n_kv) {
+                uint32_t mk[2*MT][NT], any_bits = 0;
 #pragma unroll
                 for (int i = 0; i < 2*MT; ++i) {
-                    uint32_t mk[NT], any_bits = 0;
 #pragma unroll
                     for (int j = 0; j < NT; ++j) {
-                        mk[j] = *(const uint32_t *) (mask_tile + mask_at[i] + 2*first + 16*j);
-                        any_bits |= mk[j];
+                        mk[i][j] = *(const uint32_t *) (mask_tile + mask_at[i] + 2*first + 16*j);
+                        any_bits |= mk[i][j];
                     }
-                    // most tiles of a long context are fully visible
-                    if (__any_sync(0xFFFFFFFFu, any_bits != 0)) {
+                }
+                // most tiles of a long context are fully visible
+                if (__any_sync(0xFFFFFFFFu, any_bits != 0)) {
+#pragma unroll
+                    for (int i = 0; i < 2*MT; ++i) {
 #pragma unroll
                         for (int j = 0; j < NT; ++j) {
-                            const float2 mf = __half22float2(*(const __half2 *) &mk[j]);
+                            const float2 mf = __half22float2(*(const __half2 *) &mk[i][j]);
                             float * x = p[i/2][j] + 2*(i & 1);
                             x[0] = fmaf(slope[i], mf.x, x[0]);
                             x[1] = fmaf(slope[i], mf.y, x[1]);
