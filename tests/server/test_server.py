@@ -63,7 +63,7 @@ def start(program, smollm2, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(start, tmp_path_factory):
     return start("--cache-type-k", "turbo3", "--cache-type-v", "turbo3", "--parallel", "4", "--ctx-size", "4096",
-                 "--slot-save-path", f"{tmp_path_factory.mktemp('slots')}/")
+                 "--slot-save-path", f"{tmp_path_factory.mktemp('slots')}/", "--verbosity", "4")
 
 
 def ask(client, prompt, tokens=24):
@@ -111,7 +111,7 @@ def test_slot_of_another_type_is_refused(server, start, tmp_path):
     other = start("--cache-type-k", "turbo4", "--cache-type-v", "turbo4", "--parallel", "1", "--ctx-size", "1024", "--slot-save-path", f"{tmp_path}/")
     completion(other, 0, "Some prompt to fill the slot with.")
     other.request("POST", "/slots/0?action=save", {"filename": "other.bin"})
-    folder = next(a for a in server.process.args if a.endswith("/") and "slots" in a)
+    folder = server.process.args[server.process.args.index("--slot-save-path") + 1]
     (tmp_path / "other.bin").rename(f"{folder}other.bin")
     with pytest.raises(urllib.error.HTTPError) as error:
         server.request("POST", "/slots/1?action=restore", {"filename": "other.bin"})
@@ -121,7 +121,7 @@ def test_slot_of_another_type_is_refused(server, start, tmp_path):
 
 def test_draft_model_with_its_own_cache_type_changes_nothing(server, start, smollm2):
     drafted = start("--cache-type-k", "turbo3", "--cache-type-v", "turbo3", "--parallel", "1", "--ctx-size", "1024", "--model-draft", str(smollm2),
-                    "--cache-type-k-draft", "turbo2", "--cache-type-v-draft", "turbo3", "--draft-max", "4", "--draft-min", "1")
+                    "--cache-type-k-draft", "turbo2", "--cache-type-v-draft", "turbo3", "--spec-type", "draft-simple", "--spec-draft-n-max", "4", "--verbosity", "4")
     client = drafted.client()
     answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": PROMPTS[1]}], temperature=0, max_tokens=24)
     assert answer.choices[0].message.content == ask(server.client(), PROMPTS[1])
