@@ -1,4 +1,5 @@
 // What ggml asks of the CUDA kernels of the cache types: which operations are ours, which run here, and running them.
+#include "common.cuh"
 #include "kvq-cuda.cuh"
 #include "kvq-launch.cuh"
 #include "kvq-rows-ops.cuh"
@@ -181,16 +182,14 @@ static void kvq_cuda_flash_attn(ggml_backend_cuda_context & ctx, ggml_tensor * d
     GGML_ASSERT(kvq_plan(a, dk, dv, kvq_device_of(device), attention, combine));
 
     const size_t rows = size_t(a.n_seq)*a.n_tok*a.n_head;
-    ggml_cuda_pool_alloc<float>  part(ctx.pool(), std::max<size_t>(rows*a.n_part*dv, 4));
-    ggml_cuda_pool_alloc<float2> meta(ctx.pool(), std::max<size_t>(rows*a.n_part, 2));
+    ggml_cuda_pool_alloc<float>  part(ctx.pool(), rows*a.n_part*dv);
+    ggml_cuda_pool_alloc<float2> meta(ctx.pool(), rows*a.n_part);
     a.part = part.get();
     a.meta = meta.get();
     kvq_allow_shared_memory(device, attention.kernel, attention.smem);
     ggml_cuda_kernel_launch(attention.kernel, ggml_cuda_kernel_launch_params(attention.grid, attention.block, attention.smem, ctx.stream()), a);
-    if (combine.kernel) {
-        kvq_allow_shared_memory(device, combine.kernel, combine.smem);
-        ggml_cuda_kernel_launch(combine.kernel, ggml_cuda_kernel_launch_params(combine.grid, combine.block, combine.smem, ctx.stream()), a);
-    }
+    kvq_allow_shared_memory(device, combine.kernel, combine.smem);
+    ggml_cuda_kernel_launch(combine.kernel, ggml_cuda_kernel_launch_params(combine.grid, combine.block, combine.smem, ctx.stream()), a);
     CUDA_CHECK(cudaGetLastError());
 }
 

@@ -459,87 +459,27 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
 
     l += __shfl_xor_sync(0xFFFFFFFFu, l, 1);
     l += __shfl_xor_sync(0xFFFFFFFFu, l, 2);
-    const bool fused = !LINEAR && a.fused;
-    float  * out;
-    float2 * meta;
-    float2 * block_meta = (float2 *) ring;                                             // [row_groups*slices][8]
-    float  * block_out  = (float *) (ring + row_groups*slices*8*int(sizeof(float2)));  // [row_groups*slices][8][DV]
-    if (fused) {
-        kvq_cp_wait<0>();
-        __syncthreads();
-        meta = block_meta + (rg*slices + sl)*8 + g;
-        out  = block_out + ((rg*slices + sl)*8 + g)*S::DV;
-    } else {
-        const int64_t part = ((int64_t(seq)*a.n_tok + tok_q)*a.n_head + head_q)*a.n_part + split*slices + sl;
-        meta = a.meta + part;
-        out  = a.part + part*S::DV;
+    if (!row_valid) {
+        return;
     }
-    out += vp*S::v_blocks*S::NV;
-    if (row_valid) {
-        if (vp == 0 && t == 0) {
-            *meta = make_float2(m, l);
-        }
-        constexpr float unit = 1.0f/kvq_scale_of<VB>();
-        constexpr int group_dims = VB == 4 ? S::NV/2 : S::NV/4;
-#pragma unroll
-        for (int b = 0; b < S::v_blocks; ++b) {
-#pragma unroll
-            for (int qu = 0; qu < QU; ++qu) {
-                if (4*t + 16*qu < group_dims) {
-#pragma unroll
-                    for (int k = 0; k < VU/2; ++k) {
-                        // columns 2t, 2t+1 of the two byte positions are four neighbouring coordinates
-                        const float (&c0)[2] = o[(b*QU + qu)*VU + k];
-                        const float (&c1)[2] = o[(b*QU + qu)*VU + VU/2 + k];
-                        *(float4 *) (out + b*S::NV + k*group_dims + 16*qu + 4*t) = make_float4(c0[0]*unit, c1[0]*unit, c0[1]*unit, c1[1]*unit);
-                    }
-                }
-            }
-        }
+    const int64_t part = ((int64_t(seq)*a.n_tok + tok_q)*a.n_head + head_q)*a.n_part + split*slices + sl;
+    if (vp == 0 && t == 0) {
+        a.meta[part] = make_float2(m, l);
     }
-    if constexpr (!LINEAR) {
-        if (fused) {
-            // the combine kernel's work, a warp per query row and block of values
-            __syncthreads();
-            constexpr int R = kvq_hadamard<S::NV>::regs, V_BLOCKS = S::DV/S::NV;
-            for (int w = warp; w < row_groups*8*V_BLOCKS; w += blockDim.y) {
-                const int b = w % V_BLOCKS, r = w/V_BLOCKS, first = r/8*slices*8 + r % 8;
-                const int row = (group - rg)*8 + r;
-                if (row >= n_rows) {
-                    continue;
-                }
-                const int head = head0*a.gqa + row % a.gqa;
-                const float sink = a.sinks ? a.sinks[head]*KVQ_LOG2E : KVQ_NO_MAX;
-                float top = sink;
-                for (int s = 0; s < slices; ++s) {
-                    top = fmaxf(top, block_meta[first + 8*s].x);
-                }
-                float sum = a.sinks ? kvq_exp2(sink - top) : 0.0f;
-                float x[R];
+    float * out = a.part + part*S::DV + vp*S::v_blocks*S::NV;
+    constexpr float unit = 1.0f/kvq_scale_of<VB>();
+    constexpr int group_dims = VB == 4 ? S::NV/2 : S::NV/4;
 #pragma unroll
-                for (int j = 0; j < R; ++j) {
-                    x[j] = 0.0f;
-                }
-                for (int s = 0; s < slices; ++s) {
-                    const float2 ml = block_meta[first + 8*s];
-                    const float weight = kvq_exp2(ml.x - top);
-                    sum = fmaf(weight, ml.y, sum);
+    for (int b = 0; b < S::v_blocks; ++b) {
 #pragma unroll
-                    for (int j = 0; j < R; ++j) {
-                        if (j*32 + lane < S::NV) {
-                            x[j] = fmaf(weight, block_out[(first + 8*s)*S::DV + b*S::NV + j*32 + lane], x[j]);
-                        }
-                    }
-                }
-                kvq_hadamard_warp<S::NV, true>(x, block_out + row_groups*slices*8*S::DV + warp*128, lane);
-                kvq_apply_signs<S::NV>(x, lane);
-                const float factor = sum > 0.0f ? rsqrtf(float(S::NV))/sum : 0.0f;
-                float * dst = a.dst + ((int64_t(seq)*a.n_tok + row/a.gqa)*a.n_head + head)*S::DV + b*S::NV;
+        for (int qu = 0; qu < QU; ++qu) {
+            if (4*t + 16*qu < group_dims) {
 #pragma unroll
-                for (int j = 0; j < R; ++j) {
-                    if (j*32 + lane < S::NV) {
-                        dst[j*32 + lane] = x[j]*factor;
-                    }
+                for (int k = 0; k < VU/2; ++k) {
+                    // columns 2t, 2t+1 of the two byte positions are four neighbouring coordinates
+                    const float (&c0)[2] = o[(b*QU + qu)*VU + k];
+                    const float (&c1)[2] = o[(b*QU + qu)*VU + VU/2 + k];
+                    *(float4 *) (out + b*S::NV + k*group_dims + 16*qu + 4*t) = make_float4(c0[0]*unit, c1[0]*unit, c0[1]*unit, c1[1]*unit);
                 }
             }
         }

@@ -41,7 +41,6 @@ struct kvq_fattn_args {
     int     n_split, n_part;    // blocks, and partial results, along the context
     int     mask_rows;          // prefill: mask rows staged in shared memory, 0 to read them from memory
     int     heads, row_groups, slices;      // decode: what the warps of one block divide among themselves
-    bool    fused;              // decode: one block has all of a KV head's tokens and writes the output itself
     bool    v_is_k;             // V is the head of K's slice (MLA)
 };
 

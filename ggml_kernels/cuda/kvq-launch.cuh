@@ -66,9 +66,6 @@ static inline void kvq_set_window(kvq_operand & o, const int heads) {
     }
 }
 
-// Tokens up to which one block per KV head beats a split with a combine kernel.
-static constexpr int KVQ_FUSED_TOKENS = 768;
-
 static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & out) {
     if (!kvq_is_turbo(a.k.store) || !kvq_is_turbo(a.v.store)) {
         return false;
@@ -88,12 +85,10 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
         return size_t(heads*a.row_groups*(e.q_bytes + 32)) + 16 +
             size_t(e.stages)*e.tile*slices*(a.k.stride + (a.v_is_k ? 0 : a.v.stride)) + 128;
     };
-    // A short context fits one block per KV head, which then needs no second kernel.
-    a.fused = a.n_kv <= KVQ_FUSED_TOKENS && e.v_parts == 1;
-    // Otherwise as many heads as there are warps for them: neighbouring heads share sectors of memory.
+    // as many heads as there are warps for them: neighbouring heads share sectors of memory
     const size_t limit = dev.smem_sm/e.blocks - 1024 < dev.smem_block ? dev.smem_sm/e.blocks - 1024 : dev.smem_block;
     a.heads = 0;
-    for (int h = a.fused ? 1 : max_work/a.row_groups; h >= 1; --h) {
+    for (int h = max_work/a.row_groups; h >= 1; --h) {
         if (a.n_head_kv % h == 0 && (packed || h == 1) && smem_of(h, 1) <= limit) {
             a.heads = h;
             break;
@@ -113,11 +108,7 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
         a.slices--;
     }
     out.smem = smem_of(a.heads, a.slices);
-    if (a.fused) {
-        // the ring later holds every slice's result, and 128 floats per warp for rotations
-        const size_t results = size_t(a.row_groups)*a.slices*8*(8 + size_t(dv)*4) + 8*512 + size_t(a.row_groups)*(e.q_bytes + 32) + 144;
-        out.smem = out.smem > results ? out.smem : results;
-    }
+
     auto run_of_rows = [&](const kvq_operand & o) {
         return o.nb2 == o.bytes && o.nb1 == 8*o.bytes && o.nb3 % 16 == 0 && (uintptr_t) o.data % 16 == 0;
     };
@@ -131,8 +122,8 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
     int want = dev.n_sm*(resident > 0 ? resident : 1)/(y*a.n_seq);
     want = want < 1 ? 1 : want;
     const int each = (tiles + want - 1)/want;
-    a.n_split = a.fused ? 1 : (tiles + each - 1)/each;
-    a.n_part = a.fused ? 0 : a.n_split*a.slices;
+    a.n_split = (tiles + each - 1)/each;
+    a.n_part = a.n_split*a.slices;
     out.kernel = linear ? e.linear : e.kernel;
     out.grid   = dim3(a.n_split, y, a.n_seq);
     out.block  = dim3(32, a.heads*a.row_groups*e.v_parts*a.slices, 1);
@@ -172,7 +163,6 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
             }
         }
         a.n_part = a.n_split;
-        a.fused = false;
         a.heads = a.row_groups = a.slices = 1;
         out.kernel = e.kernel;
         out.grid   = dim3(x, y, a.n_seq*a.n_split);
@@ -184,7 +174,7 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
 // Rows of a group up to which the decode kernel is the faster one: it unpacks a tile once per 8 rows.
 static constexpr int KVQ_DECODE_ROWS = 32;
 
-// Plans attention and combine; combine has no kernel when the attention kernel needs none. False: no compiled kernel serves these sizes on this device. Fills a.n_part, which sizes
+// Plans attention and combine. False: no compiled kernel serves these sizes on this device. Fills a.n_part, which sizes
 // a.part and a.meta; pointers may be set afterwards, but k.data and v.data must be set before.
 static inline bool kvq_plan(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & attention, kvq_launch & combine) {
     const bool few = a.gqa*a.n_tok <= KVQ_DECODE_ROWS;
@@ -199,10 +189,6 @@ static inline bool kvq_plan(kvq_fattn_args & a, const int dk, const int dv, cons
     int y = step;
     while (y < a.n_part && dv/4*(y + step) <= 1024 && y < 32) {
         y += step;
-    }
-    if (a.n_part == 0) {
-        combine.kernel = nullptr;      // the attention kernel writes the output
-        return true;
     }
     combine.kernel = kvq_find_combine(dv, a.v_is_k);
     combine.grid   = dim3(a.n_seq*a.n_tok*a.n_head, 1, 1);

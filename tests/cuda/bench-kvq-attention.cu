@@ -171,19 +171,19 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
         return 1e9;
     }
     CHECK(cudaFuncSetAttribute(attention.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(attention.smem)));
-    if (combine.kernel) CHECK(cudaFuncSetAttribute(combine.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(combine.smem)));
+    CHECK(cudaFuncSetAttribute(combine.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(combine.smem)));
     char text[160];
     snprintf(text, sizeof(text), "grid %ux%ux%u block %u warps smem %zu heads %d groups %d slices %d parts %d", attention.grid.x, attention.grid.y,
         attention.grid.z, attention.block.y, attention.smem, a.heads, a.row_groups, a.slices, a.n_part);
     if (how) { *how = text; }
     const size_t rows = size_t(n_head)*p.n_tok*p.n_seq;
-    CHECK(cudaMalloc(&a.part, rows*a.n_part*p.dv*4 + 16)); CHECK(cudaMemset(a.part, 0xFF, rows*a.n_part*p.dv*4));
-    CHECK(cudaMalloc(&a.meta, rows*a.n_part*8 + 16));      CHECK(cudaMemset(a.meta, 0xFF, rows*a.n_part*8));
+    CHECK(cudaMalloc(&a.part, rows*a.n_part*p.dv*4)); CHECK(cudaMemset(a.part, 0xFF, rows*a.n_part*p.dv*4));
+    CHECK(cudaMalloc(&a.meta, rows*a.n_part*8));      CHECK(cudaMemset(a.meta, 0xFF, rows*a.n_part*8));
 
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
     launch(attention, a, stream);
-    if (combine.kernel) { launch(combine, a, stream); }
+    launch(combine, a, stream);
     CHECK(cudaStreamSynchronize(stream));
 
     double error = -1.0;
@@ -257,7 +257,7 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
             a.k.data = dk[i % sets];
             a.v.data = p.v_is_k ? a.k.data : dvv[i % sets];
             launch(attention, a, stream);
-            if (mode == 0 && combine.kernel) { launch(combine, a, stream); }
+            if (mode == 0) { launch(combine, a, stream); }
         }
         CHECK(cudaStreamEndCapture(stream, &graph));
         CHECK(cudaGraphInstantiate(&exec, graph, 0));
