@@ -26,14 +26,14 @@ function(kvq_attach upstream)
 
     kvq_sources(ggml-base GLOBS base/*.c)
     kvq_sources(ggml-cpu GLOBS cpu/*.c cpu/*.cpp INCLUDES ${KVQ_DIR}/cpu)
-    kvq_sources(llama GLOBS llama/*.cpp INCLUDES ${KVQ_DIR}/llama ${upstream}/src)
     if(TARGET ggml-cuda)
         kvq_sources(ggml-cuda GLOBS cuda/*.cu cuda/instances/*.cu INCLUDES ${KVQ_DIR}/cuda ${upstream}/ggml/src/ggml-cuda)
     endif()
 
-    # Upstream builds its own model files as one unit; ours must not join it.
-    file(GLOB llama_sources CONFIGURE_DEPENDS ${KVQ_DIR}/llama/*.cpp)
-    if(llama_sources)
+    if(TARGET llama)
+        kvq_sources(llama GLOBS llama/*.cpp INCLUDES ${KVQ_DIR}/llama ${upstream}/src)
+        # Upstream builds its own model files as one unit; ours must not join it.
+        file(GLOB llama_sources CONFIGURE_DEPENDS ${KVQ_DIR}/llama/*.cpp)
         set_source_files_properties(${llama_sources} TARGET_DIRECTORY llama
             PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
     endif()
