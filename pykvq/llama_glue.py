@@ -10,9 +10,11 @@ import os
 from collections import deque
 from pathlib import Path
 
+from pykvq.formats import ACTIVATION_IDS, TYPE_COUNT
 from pykvq.gguf_header import Header, read_header
 from pykvq.kv_info import CacheInfo, cache_info
-from pykvq.support import NAMES, family_of, is_quantised, supports, type_id, type_name
+from pykvq.native import library
+from pykvq.support import NAMES, VALID_NAMES, family_of, is_quantised, supports, type_id, type_name
 
 _errors: deque[str] = deque(maxlen=8)            # the last error lines of llama.cpp
 _ERROR, _CONTINUED = 4, 5                        # enum ggml_log_level
@@ -20,12 +22,12 @@ _ERROR, _CONTINUED = 4, 5                        # enum ggml_log_level
 
 def split_kv_type(kv_type: str | tuple[str, str]) -> tuple[str, str]:
     """Names of K and V. Raises ValueError for anything but one known name or a pair of them."""
-    pair = (kv_type, kv_type) if isinstance(kv_type, str) else tuple(kv_type)
-    if len(pair) != 2:
+    pair = (kv_type, kv_type) if isinstance(kv_type, str) else kv_type
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(f"kv_type takes one name or a pair (K, V), not {kv_type!r}")
     for name in pair:
         type_id(name)
-    return pair
+    return tuple(pair)
 
 
 def resolve_kv_type(kv_type, type_k: int | None, type_v: int | None, flash_attn: bool) -> tuple[int | None, int | None, bool]:
@@ -60,6 +62,8 @@ def check_before_load(llm, n_ctx: int) -> None:
 
 def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_host: bool = True) -> None:
     """Refuse a cache, by ggml ids, that does not fit the model's heads or the host's memory; raises as check_before_load."""
+    for unknown in filter(lambda i: not _is_ggml_type(i), (type_k, type_v)):
+        raise ValueError(f"ggml has no type of id {unknown}; use kv_type= with one of {', '.join(VALID_NAMES)}")     # it would abort or crash
     names = type_name(type_k), type_name(type_v)
     if not header.heads_kv or not all(name in NAMES.values() for name in names):
         return                                   # nothing is cached, or a type that only llama.cpp itself can judge
@@ -69,6 +73,11 @@ def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_h
             raise ValueError(f"{header.name}: {reason}; {fix}")
     if cache_on_host:
         _check_memory(header, *names, n_ctx or header.context_train)
+
+
+def _is_ggml_type(i: int) -> bool:
+    """True for an id that has a block size: ids of removed types and those that formats.toml leaves free have none."""
+    return i in NAMES or 0 <= i < TYPE_COUNT and i not in ACTIVATION_IDS.values() and library("ggml-base").ggml_blck_size(i) > 0
 
 
 def _check_memory(header: Header, type_k: str, type_v: str, n_ctx: int) -> None:
@@ -120,8 +129,10 @@ def reason(message: str) -> str:
 
 
 def info(llm) -> CacheInfo:
-    """Body of Llama.kv_cache_info()."""
+    """Body of Llama.kv_cache_info(). Raises ValueError once the model is closed."""
     import llama_cpp.llama_cpp as bindings
+    if not llm.ctx:
+        raise ValueError("this Llama is closed; load the model again")
     return cache_info(bindings._lib, llm.ctx)
 
 

@@ -10,8 +10,10 @@ from pykvq.native import NativeError, library_dir
 from pykvq.support import is_quantised, type_id
 
 _MODEL = ("-m", "--model")
+_DRAFT_MODEL = ("-md", "--model-draft", "--spec-draft-model")
 _TYPE_K, _TYPE_V = ("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")
-_DRAFT_TYPES = ("-ctkd", "--cache-type-k-draft", "--spec-draft-type-k", "-ctvd", "--cache-type-v-draft", "--spec-draft-type-v")
+_DRAFT_K = ("-ctkd", "--cache-type-k-draft", "--spec-draft-type-k")
+_DRAFT_V = ("-ctvd", "--cache-type-v-draft", "--spec-draft-type-v")
 _FLASH, _CONTEXT, _LAYERS = ("-fa", "--flash-attn"), ("-c", "--ctx-size"), ("-ngl", "--gpu-layers", "--n-gpu-layers")
 _GPU_LIBRARIES = ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "cann", "opencl", "rpc")
 
@@ -23,18 +25,22 @@ def complaint(arguments: Sequence[str]) -> str | None:
     """
     try:
         types_k, types_v = (_value(arguments, names, "f16").split(",") for names in (_TYPE_K, _TYPE_V))      # llama-bench takes lists
-        for name in (*types_k, *types_v, *(a for option in _DRAFT_TYPES if (a := _value(arguments, (option,), "")))):
+        draft_k, draft_v = (_value(arguments, names, "f16") for names in (_DRAFT_K, _DRAFT_V))
+        for name in (*types_k, *types_v, draft_k, draft_v):
             type_id(name)
-        quantised = next(filter(is_quantised, types_v), None)
+        draft = _value(arguments, _DRAFT_MODEL, "")
+        quantised = next(filter(is_quantised, (*types_v, draft_v) if draft else types_v), None)
         if quantised and _value(arguments, _FLASH, "auto") in ("off", "0", "false", "disabled"):
             return f"a V cache of type {quantised} needs flash attention; leave --flash-attn on or auto, or use --cache-type-v f16"
         model, context = _value(arguments, _MODEL, ""), _value(arguments, _CONTEXT, "0")
         if model and "," not in model:
             header = read_header(model)
-            n_ctx = int(context) if context.isdigit() else 0
+            n_ctx = int(context) if context.isdecimal() else 0
             on_host = not _has_gpu() or _value(arguments, _LAYERS, "auto") == "0" or {"-nkvo", "--no-kv-offload"} & {*arguments}
             for k, v in ((k, v) for k in types_k for v in types_v):
                 check_cache(header, type_id(k), type_id(v), n_ctx, cache_on_host=bool(on_host and n_ctx))
+        if draft:
+            check_cache(read_header(draft), type_id(draft_k), type_id(draft_v), 0, cache_on_host=False)
     except (ModelFileError, ValueError, MemoryError) as error:
         return str(error)
     except NativeError:

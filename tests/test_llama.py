@@ -159,3 +159,23 @@ def test_damaged_state_is_refused_and_the_model_goes_on(load):
     with pytest.raises(RuntimeError, match="Failed to set llama state data"):
         llm.load_state(state)
     assert continuation(llm) == expected
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, 50, 245, 999])
+@pytest.mark.parametrize("which", ["type_k", "type_v"])
+def test_ids_that_are_no_type_are_refused(load, which, wrong):
+    with pytest.raises(ValueError, match=f"no type of id {wrong}; use kv_type"):
+        load(flash_attn=True, **{which: wrong})
+
+
+@pytest.mark.parametrize("wrong", [3, b"turbo3", {"k": "turbo3", "v": "turbo3"}, {"turbo3", "turbo2"}])
+def test_kv_type_of_another_kind(load, wrong):
+    with pytest.raises(ValueError, match="one name or a pair"):
+        load(kv_type=wrong)
+
+
+def test_closed_model_tells_so(smollm2):
+    llm = Llama(str(smollm2), kv_type="turbo3", n_ctx=256, verbose=False)
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.kv_cache_info()

@@ -35,6 +35,21 @@ def test_missing_and_truncated_model(tmp_path, smollm2):
     assert "truncated: 30000000 of 98362432 bytes; download it again" in complaint(["--model", str(tmp_path / "cut.gguf")])
 
 
+def test_draft_model_is_looked_at_too(tmp_path, smollm2):
+    both = ["-m", str(smollm2), "-md", str(smollm2), "-ctkd", "turbo3", "-ctvd", "turbo3"]
+    assert complaint(both) is None
+    assert complaint([*both, "-fa", "off"]).startswith("a V cache of type turbo3 needs flash attention")
+    assert complaint(["-m", str(smollm2), "--spec-draft-model", "/nonexistent.gguf"]) == "no model file at /nonexistent.gguf; check the path"
+
+
+def test_draft_type_without_a_draft_model_is_no_matter():
+    assert complaint(["-ctvd", "turbo3", "-fa", "off"]) is None
+
+
+def test_context_in_odd_digits_is_left_to_the_program(smollm2):
+    assert complaint(["-m", str(smollm2), "-c", "\u00b2"]) is None
+
+
 def test_head_size_without_a_block(tiny_model):
     assert "no block of turbo3" in complaint(["-m", str(tiny_model(72)), "-ctk", "turbo3"])
 

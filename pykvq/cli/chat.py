@@ -47,7 +47,10 @@ class Conversation:
 def prompts(out: Output):
     """Prompts from the terminal until Ctrl-D, or the lines of a piped stdin."""
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
+        try:
+            yield from (line for raw in sys.stdin.buffer if (line := raw.decode(sys.stdin.encoding).strip()))
+        except UnicodeDecodeError as error:
+            raise InputError(f"stdin is not {error.encoding} text ({error.reason}, byte 0x{error.object[error.start]:02x})") from error
         return
     out.note("Ctrl-D ends the chat.")
     while True:

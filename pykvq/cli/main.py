@@ -21,6 +21,11 @@ class Group(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(130)                        # click's own 1 would be a negative verdict
+        except BrokenPipeError:
+            raise                                # the reader has gone: click ends without a word
         except Exception as error:
             message = explain(error)
             if message is None:
@@ -56,7 +61,8 @@ def show_version(ctx: click.Context, _, wanted: bool) -> None:
 def main() -> None:
     """Smaller KV caches for llama.cpp.
 
-    Data goes to stdout, progress and warnings to stderr. Exit codes: 0 ok, 1 negative verdict, 2 bad usage or input.
+    Data goes to stdout, progress and warnings to stderr. Exit codes: 0 ok, 1 negative verdict, 2 bad usage or input,
+    130 interrupted.
     """
 
 

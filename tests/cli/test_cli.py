@@ -1,4 +1,5 @@
 """Every command and every refusal through click's runner: exit codes, streams, JSON."""
+import errno
 import json
 import os
 import subprocess
@@ -169,6 +170,18 @@ def test_chat_as_json_lines(run, smollm2):
     assert result.exit_code == 0 and result.stderr == ""
     assert [r["prompt"] for r in rows] == ["One.", "Two."] and all(r["answer"] for r in rows)
     assert rows[0]["kv_bytes"] == 512 * 30 * 3 * (34 + 18) and rows[1]["context_used"] > rows[0]["context_used"]
+
+
+def test_chat_refuses_bytes_that_are_no_text(run, smollm2):
+    result = run("chat", smollm2, "--quiet", "--ctx", 256, "--max-tokens", 4, stdin=b"caf\xe9\n")
+    one_line_error(result, "not utf-8 text", "0xe9")
+
+
+@pytest.mark.parametrize("error, code, stderr", [(KeyboardInterrupt, 130, "\n"), (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "")])
+def test_interrupt_and_closed_pipe_are_no_verdict_on_the_input(run, monkeypatch, error, code, stderr):
+    monkeypatch.setattr("pykvq.cli.types.describe", lambda *_: (_ for _ in ()).throw(error))
+    result = run("types")
+    assert (result.exit_code, result.stderr) == (code, stderr)
 
 
 def test_chat_drops_whole_turns_and_says_so(run, smollm2):
