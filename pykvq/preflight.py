@@ -30,9 +30,11 @@ def complaint(arguments: Sequence[str]) -> str | None:
             type_id(name)
         draft = _value(arguments, _DRAFT_MODEL, "")
         quantised = next(filter(is_quantised, (*types_v, draft_v) if draft else types_v), None)
-        if quantised and _value(arguments, _FLASH, "auto") in ("off", "0", "false", "disabled"):
+        if quantised and {"off", "0", "false", "disabled"} & {*_value(arguments, _FLASH, "auto").split(",")}:
             return f"a V cache of type {quantised} needs flash attention; leave --flash-attn on or auto, or use --cache-type-v f16"
         model, context = _value(arguments, _MODEL, ""), _value(arguments, _CONTEXT, "0")
+        if context[:1] == "-" and context[1:].isdecimal():
+            return f"a context of {context} tokens is none; use 0 for the model's own or a positive number"
         if model and "," not in model:
             header = read_header(model)
             n_ctx = int(context) if context.isdecimal() else 0

@@ -24,7 +24,7 @@ def test_unknown_type_in_a_list():
     assert "'turbo9'" in complaint(["-ctk", "f16,turbo9"])
 
 
-@pytest.mark.parametrize("off", ["off", "0"])
+@pytest.mark.parametrize("off", ["off", "0", "1,0"])
 def test_quantised_values_without_flash_attention(off):
     assert "leave --flash-attn on" in complaint(["-ctv", "turbo3", "-fa", off])
 
@@ -44,6 +44,10 @@ def test_draft_model_is_looked_at_too(tmp_path, smollm2):
 
 def test_draft_type_without_a_draft_model_is_no_matter():
     assert complaint(["-ctvd", "turbo3", "-fa", "off"]) is None
+
+
+def test_negative_context():
+    assert "use 0 for the model's own" in complaint(["-c", "-5"])
 
 
 def test_context_in_odd_digits_is_left_to_the_program(smollm2):

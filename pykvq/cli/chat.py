@@ -1,6 +1,7 @@
 """pykvq chat."""
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -81,6 +82,8 @@ def chat(out: Output, model: Path | None, kv_type: tuple[str, str], ctx: int, sy
     MODEL is a GGUF file; without it SmolLM2-135M from the extra [demo] is used. A piped stdin is read line by line, one prompt
     per line. The cache's effective types and bytes are told on stderr at the start and at the end.
     """
+    if math.isnan(temperature):
+        raise click.BadParameter("nan is no temperature", param_hint="'--temperature'")
     path = model_path(model)
     max_tokens = min(max_tokens, ctx // 2)
     import os
@@ -96,10 +99,16 @@ def chat(out: Output, model: Path | None, kv_type: tuple[str, str], ctx: int, sy
     try:
         for prompt in prompts(out):
             dropped, answer = conversation.dropped, []
-            for piece in conversation.ask(prompt):
-                answer.append(piece)
-                if not out.as_json:
-                    click.echo(piece, nl=False)
+            try:
+                for piece in conversation.ask(prompt):
+                    answer.append(piece)
+                    if not out.as_json:
+                        click.echo(piece, nl=False)
+            except InputError as error:
+                if not sys.stdin.isatty():
+                    raise
+                out.warn(str(error))             # somebody sits there and can ask again
+                continue
             asked += 1
             if out.as_json:
                 out.line({"prompt": prompt, "answer": "".join(answer), "context_used": llm.n_tokens, "context": ctx,
@@ -109,6 +118,8 @@ def chat(out: Output, model: Path | None, kv_type: tuple[str, str], ctx: int, sy
             if conversation.dropped > dropped:
                 out.warn(f"the context was full; the oldest {conversation.dropped - dropped} turns were dropped")
     except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise                                # a script must see that answers are missing
         click.echo(err=True)
     out.note(f"{asked} answers, {llm.n_tokens} of {ctx} tokens used; {info}")
     llm.close()

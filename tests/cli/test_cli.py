@@ -172,6 +172,23 @@ def test_chat_as_json_lines(run, smollm2):
     assert rows[0]["kv_bytes"] == 512 * 30 * 3 * (34 + 18) and rows[1]["context_used"] > rows[0]["context_used"]
 
 
+def test_chat_refuses_a_temperature_that_is_no_number(run, smollm2):
+    assert run("chat", smollm2, "--temperature", "nan", stdin="Hi.\n").exit_code == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals in the standard library")
+def test_chat_in_a_terminal_survives_a_prompt_that_is_too_long(program, smollm2):
+    import pty
+    ours, theirs = pty.openpty()
+    command = [program("pykvq"), "chat", str(smollm2), "--ctx", "256", "--max-tokens", "4", "--threads", "2"]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        os.write(ours, b"word " * 300 + b"\nhello\n\x04")
+        _, notes = process.communicate(timeout=120)
+    os.close(ours)
+    os.close(theirs)
+    assert process.returncode == 0 and "raise --ctx" in notes and "1 answers" in notes, notes
+
+
 def test_chat_refuses_bytes_that_are_no_text(run, smollm2):
     result = run("chat", smollm2, "--quiet", "--ctx", 256, "--max-tokens", 4, stdin=b"caf\xe9\n")
     one_line_error(result, "not utf-8 text", "0xe9")
