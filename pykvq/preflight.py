@@ -2,6 +2,7 @@
 of a usage text, an abort, or a process that the kernel kills for its memory."""
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from pykvq.gguf_header import ModelFileError, read_header
@@ -15,6 +16,9 @@ _TYPE_K, _TYPE_V = ("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")
 _DRAFT_K = ("-ctkd", "--cache-type-k-draft", "--spec-draft-type-k")
 _DRAFT_V = ("-ctvd", "--cache-type-v-draft", "--spec-draft-type-v")
 _FLASH, _CONTEXT, _LAYERS = ("-fa", "--flash-attn"), ("-c", "--ctx-size"), ("-ngl", "--gpu-layers", "--n-gpu-layers")
+# what llama.cpp's programs read where an option is absent
+_ENVIRONMENT = {_MODEL: "LLAMA_ARG_MODEL", _TYPE_K: "LLAMA_ARG_CACHE_TYPE_K", _TYPE_V: "LLAMA_ARG_CACHE_TYPE_V",
+                _FLASH: "LLAMA_ARG_FLASH_ATTN", _CONTEXT: "LLAMA_ARG_CTX_SIZE", _LAYERS: "LLAMA_ARG_N_GPU_LAYERS"}
 _GPU_LIBRARIES = ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "cann", "opencl", "rpc")
 
 
@@ -51,9 +55,9 @@ def complaint(arguments: Sequence[str]) -> str | None:
 
 
 def _value(arguments: Sequence[str], names: Sequence[str], default: str) -> str:
-    """What follows the last of these options."""
+    """What follows the last of these options, or their environment variable."""
     found = [value for option, value in zip(arguments, arguments[1:]) if option in names]
-    return found[-1] if found else default
+    return found[-1] if found else os.environ.get(_ENVIRONMENT.get(names, ""), default)
 
 
 def _has_gpu() -> bool:

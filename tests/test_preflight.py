@@ -29,6 +29,14 @@ def test_quantised_values_without_flash_attention(off):
     assert "leave --flash-attn on" in complaint(["-ctv", "turbo3", "-fa", off])
 
 
+def test_settings_from_the_environment(monkeypatch):
+    monkeypatch.setenv("LLAMA_ARG_CACHE_TYPE_V", "turbo3")
+    assert complaint([]) is None
+    assert complaint(["-ctv", "turbo9"]).startswith("unknown cache type 'turbo9'")        # an option wins
+    monkeypatch.setenv("LLAMA_ARG_FLASH_ATTN", "off")
+    assert "needs flash attention" in complaint([])
+
+
 def test_missing_and_truncated_model(tmp_path, smollm2):
     assert complaint(["-m", "/nonexistent.gguf"]) == "no model file at /nonexistent.gguf; check the path"
     (tmp_path / "cut.gguf").write_bytes(smollm2.open("rb").read(30_000_000))

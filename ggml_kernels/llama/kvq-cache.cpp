@@ -79,7 +79,9 @@ void kvq_log_cache(const llama_kv_cache & cache) {
 
     std::map<std::string, int> counts;
     double bytes = 0, bytes_f16 = 0;
+    bool ours = false;
     for (const auto & l : layers) {
+        ours = ours || kvq_is_cache_type((ggml_type) l.type_k) || kvq_is_cache_type((ggml_type) l.type_v);
         counts[format("K %s V %s", ggml_type_name((ggml_type) l.type_k), ggml_type_name((ggml_type) l.type_v))]++;
         bytes     += l.bytes_k + l.bytes_v;
         bytes_f16 += l.bytes_f16;
@@ -88,7 +90,9 @@ void kvq_log_cache(const llama_kv_cache & cache) {
     for (const auto & [name, n] : counts) {
         types += format("%s%d x %s", types.empty() ? "" : ", ", n, name.c_str());
     }
-    LLAMA_LOG_INFO("kvq: effective cache types: %s; %.2f MiB, f16 would be %.2f MiB (%.2fx)\n",
+    // the tools hide this library's info level by default, and who chose such a type must see what runs
+    const auto level = ours ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO;
+    llama_log_internal(level, "kvq: effective cache types: %s; %.2f MiB, f16 would be %.2f MiB (%.2fx)\n",
         types.c_str(), bytes/1024/1024, bytes_f16/1024/1024, bytes > 0 ? bytes_f16/bytes : 1.0);
 }
 

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from openai import OpenAI
@@ -116,6 +117,19 @@ def test_slot_of_another_type_is_refused(server, start, tmp_path):
     with pytest.raises(urllib.error.HTTPError) as error:
         server.request("POST", "/slots/1?action=restore", {"filename": "other.bin"})
     assert error.value.code == 400
+    assert "Paris" in ask(server.client(), PROMPTS[0])       # the server goes on
+
+
+def test_truncated_slot_file_is_refused(server):
+    completion(server, 1, "A prompt that is long enough to be cut in half. " * 4)
+    server.request("POST", "/slots/1?action=save", {"filename": "whole.bin"})
+    folder = Path(server.process.args[server.process.args.index("--slot-save-path") + 1])
+    whole = (folder / "whole.bin").read_bytes()
+    (folder / "half.bin").write_bytes(whole[:len(whole) // 2])
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.request("POST", "/slots/1?action=restore", {"filename": "half.bin"})
+    assert error.value.code == 400
+    assert server.request("POST", "/slots/1?action=restore", {"filename": "whole.bin"})["n_restored"] > 40
     assert "Paris" in ask(server.client(), PROMPTS[0])       # the server goes on
 
 
