@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pykvq.formats import ACTIVATION_IDS, FAMILIES, TYPE_COUNT, TYPES
+from pykvq.launch import executable
 from pykvq.support import UPSTREAM, VALID_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,9 +55,9 @@ def test_help_of_llama_server_names_the_same_types(program, option):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "q8_0", "f16", "iq4_nl"])
-def test_llama_bench_parses_every_family(program, name):
-    """An unknown type is an invalid parameter; a known one gets as far as the missing model."""
-    run = lambda t: subprocess.run([program("llama-bench"), "-m", "/nonexistent.gguf", "-ctk", t, "-ctv", t], capture_output=True, text=True)
+def test_llama_bench_parses_every_family(name):
+    """The program behind the console script: an unknown type is an invalid parameter; a known one gets as far as the missing model."""
+    run = lambda t: subprocess.run([executable("llama-bench"), "-m", "/nonexistent.gguf", "-ctk", t, "-ctv", t], capture_output=True, text=True)
     assert "invalid parameter" not in run(name).stderr
     assert "invalid parameter" in run("turbo5").stderr
 
