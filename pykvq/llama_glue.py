@@ -17,6 +17,7 @@ from pykvq.native import library
 from pykvq.support import NAMES, VALID_NAMES, family_of, is_quantised, supports, type_id, type_name
 
 _errors: deque[str] = deque(maxlen=8)            # the last error lines of llama.cpp
+_BIASED = ("t5",)                                # architectures whose attention llama.cpp computes without flash attention
 _ERROR, _CONTINUED = 4, 5                        # enum ggml_log_level
 
 
@@ -71,6 +72,9 @@ def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_h
         ok, reason, fix = supports(name, head_dim)
         if not ok:
             raise ValueError(f"{header.name}: {reason}; {fix}")
+    if header.architecture in _BIASED and is_quantised(names[1]):
+        raise ValueError(f"{header.name}: {header.architecture} adds a position bias, which flash attention does not take, and a V cache of type "
+                         f"{names[1]} needs it; use f16 for V")
     if cache_on_host:
         _check_memory(header, *names, n_ctx or header.context_train)
 
