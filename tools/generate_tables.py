@@ -154,12 +154,12 @@ def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is stale")
     check = ap.parse_args().check
-    stale = [p for p, text in outputs().items() if not p.exists() or p.read_text() != text]
-    for p in stale:
+    stale = {p: text for p, text in outputs().items() if not p.exists() or p.read_text() != text}
+    for p, text in stale.items():
         print(f"{'stale' if check else 'wrote'} {p.relative_to(ROOT)}")
         if not check:
             p.parent.mkdir(parents=True, exist_ok=True)
-            p.write_text(outputs()[p])
+            p.write_text(text)
     return int(check and bool(stale))
 
 
