@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pykvq.formats import ACTIVATION_IDS, FAMILIES, TYPE_COUNT, TYPES
+from pykvq.fingerprint import fnv1a64
+from pykvq.formats import ACTIVATION_IDS, CODEBOOK, FAMILIES, SIGNS, TYPE_COUNT, TYPES
 from pykvq.launch import executable
 from pykvq.support import UPSTREAM, VALID_NAMES
 
@@ -30,6 +31,18 @@ def test_block_sizes_are_frozen():
     assert {n: tuple(t.bytes for t in TYPES.values() if t.block == n) for n in FROZEN_BYTES} == FROZEN_BYTES
 
 
+@pytest.mark.parametrize("text, value", [("", "cbf29ce484222325"), ("a", "af63dc4c8601ec8c"), ("foobar", "85944171f73967e8")])
+def test_fnv1a64_published_vectors(text, value):
+    assert fnv1a64(text.encode()) == f"fnv1a64:{value}"
+
+
+def test_codebook_is_the_fingerprint_of_the_tables_in_python_and_c():
+    signs = f"{int(''.join('1' if s < 0 else '0' for s in SIGNS), 2):032x}"
+    lines = [f"{f.name} {f.bits} {','.join(map(str, f.levels))}" for _, f in sorted(FAMILIES.items())]
+    assert CODEBOOK == fnv1a64("\n".join([*lines, f"signs {signs}"]).encode())
+    assert f'#define KVQ_CODEBOOK "{CODEBOOK}"' in (ROOT / "ggml_kernels/include/kvq-types.h").read_text()
+
+
 def test_generated_files_are_not_stale():
     result = subprocess.run([sys.executable, ROOT / "tools/generate_tables.py", "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -37,7 +50,7 @@ def test_generated_files_are_not_stale():
 
 def test_stale_files_are_named(tmp_path):
     for path in ("tools/generate_tables.py", "ggml_kernels/formats/formats.toml", "pykvq/__init__.py", "pykvq/native.py", "pykvq/support.py",
-                 "pykvq/formats.py", "pykvq/codecs/__init__.py", "pykvq/codecs/hadamard.py", "pykvq/codecs/lloyd_max.py",
+                 "pykvq/formats.py", "pykvq/fingerprint.py", "pykvq/codecs/__init__.py", "pykvq/codecs/hadamard.py", "pykvq/codecs/lloyd_max.py",
                  "ggml_kernels/include/kvq-types.h", "ggml_kernels/include/kvq-tables.h"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)

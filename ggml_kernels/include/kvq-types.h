@@ -60,3 +60,6 @@
 
 // block sizes in the order in which the cache tries them: X(values per block)
 #define KVQ_FOR_EACH_BLOCK(X) X(128) X(64) X(112) X(96) X(80)
+
+// fingerprint of families, bits, levels and signs: calibrated data of another codebook are refused
+#define KVQ_CODEBOOK "fnv1a64:0f841cf7650b1e67"
