@@ -12,10 +12,14 @@ from typing import Callable, NamedTuple
 import numpy as np
 from scipy.linalg import solve_banded
 from scipy.special import betainc, betaincinv, gammaln
+from scipy.stats import norm
 
+from pykvq.codecs.checks import integer
 from pykvq.codecs.lloyd_max import lloyd_max
 
 MAX_BITS = 8
+MAX_D = 1 << 24
+BETA_D = 100_000                                         # beyond, scipy's betainc loses more digits than the limit N(0, 1) does
 
 
 class Density(NamedTuple):
@@ -31,11 +35,12 @@ class Density(NamedTuple):
 def sphere_density(d: int) -> Density:
     """Density of one coordinate of a uniform point on the unit sphere of R^d, in units of 1/sqrt(d) (so that its variance is 1).
 
-    Raises ValueError for d < 2.
+    Raises ValueError for d outside 2..2**24; from 100000 on it is the limit, N(0, 1), which differs by 1e-5.
     """
-    if d < 2:
-        raise ValueError(f"a coordinate on the sphere has a density only from 2 dimensions on, not {d}")
+    d = integer("d", d, 2, MAX_D)
     r, a = np.sqrt(d), (d - 1) / 2
+    if d > BETA_D:
+        return Density(pdf=norm.pdf, cdf=norm.cdf, moment=lambda z: -norm.pdf(z), quantile=norm.ppf, low=-r, high=r)
     log_c = gammaln(d / 2) - gammaln(a) - np.log(np.pi * d) / 2
     inside = lambda z: np.maximum(1 - z * z / d, 0)
     return Density(
@@ -108,10 +113,9 @@ def _newton_step(density: Density, c: np.ndarray, edges: np.ndarray, p: np.ndarr
 def sphere_codebook(d: int, bits: int) -> np.ndarray:
     """Centroids for a coordinate of the unit sphere in R^d: ascending, symmetric, read-only float64 [2**bits] (section 3.1, equation 4).
 
-    Raises ValueError for d < 2 or bits outside 0..8; zero bits give the one level 0.
+    Raises ValueError for d outside 2..2**24 or bits outside 0..8; zero bits give the one level 0.
     """
-    if not 0 <= bits <= MAX_BITS:
-        raise ValueError(f"bits must be 0..{MAX_BITS}, not {bits}")
+    bits = integer("bits", bits, 0, MAX_BITS)
     c = (optimal_levels(sphere_density(d), 1 << bits) if bits else np.zeros(1)) / np.sqrt(d)
     c.flags.writeable = False
     return c
@@ -121,8 +125,9 @@ def sphere_codebook(d: int, bits: int) -> np.ndarray:
 def gaussian_codebook(d: int, bits: int) -> np.ndarray:
     """The limit of sphere_codebook for many dimensions: Lloyd-Max for N(0, 1/d), read-only float64 [2**bits].
 
-    Raises ValueError for bits outside 0..6.
+    Raises ValueError for d outside 2..2**24 or bits outside 0..6.
     """
+    d, bits = integer("d", d, 2, MAX_D), integer("bits", bits, 0, 6)
     c = (lloyd_max(bits) if bits else np.zeros(1)) / np.sqrt(d)
     c.flags.writeable = False
     return c
@@ -134,8 +139,7 @@ def polar_codebook(level: int, bits: int) -> np.ndarray:
 
     Level 1: 2**bits equal arcs of the circle [0, 2 pi). Raises ValueError for bits outside 1..8.
     """
-    if not 1 <= bits <= MAX_BITS:
-        raise ValueError(f"bits must be 1..{MAX_BITS}, not {bits}")
+    bits = integer("bits", bits, 1, MAX_BITS)
     c = 2 * np.pi * (np.arange(1 << bits) + 0.5) / (1 << bits) if level == 1 else optimal_levels(polar_density(level), 1 << bits)
     c.flags.writeable = False
     return c

@@ -34,19 +34,22 @@ class RangeCoder:
 
     def __init__(self, probabilities: np.ndarray):
         p = np.asarray(probabilities, float)
-        if p.ndim != 1 or not 2 <= len(p) <= 256 or (p < 0).any() or not p.sum() > 0:
+        if p.ndim != 1 or not 2 <= len(p) <= 256 or not ((p >= 0) & np.isfinite(p)).all() or not p.max() > 0:
             raise ValueError("probabilities must be a vector of 2 to 256 non-negative values")
-        f = np.maximum(np.rint(p / p.sum() * (1 << SCALE_BITS)).astype(np.int64), 1)
-        f[f.argmax()] += (1 << SCALE_BITS) - f.sum()
+        share = p / p.max()
+        share *= ((1 << SCALE_BITS) - len(p)) / share.sum()
+        f = 1 + share.astype(np.int64)                   # one for every symbol, the rest by largest remainder
+        f[np.argsort(share % 1)[len(p) - ((1 << SCALE_BITS) - f.sum()):]] += 1
         self.frequency = f.astype(np.uint64)
         self.start = np.concatenate([[0], np.cumsum(f)[:-1]]).astype(np.uint64)
         self.symbol = np.repeat(np.arange(len(p), dtype=np.uint8), f)
 
     def encode(self, codes: np.ndarray) -> bytes:
-        """uint8 codes of any shape to bytes. Raises ValueError for a code without a probability."""
-        flat = np.asarray(codes, np.uint8).ravel()
-        if flat.size and flat.max() >= len(self.frequency):
-            raise ValueError(f"codes must be below {len(self.frequency)}")
+        """Integer codes of any shape to bytes. Raises ValueError for a code without a probability."""
+        flat = np.asarray(codes).ravel()
+        if flat.size and (flat.dtype.kind not in "iu" or flat.min() < 0 or flat.max() >= len(self.frequency)):
+            raise ValueError(f"codes must be integers in 0..{len(self.frequency) - 1}")
+        flat = flat.astype(np.uint8)
         state, words = np.full(LANES, LOW, np.uint64), []
         for i in reversed(range(0, len(flat), LANES)):
             s = flat[i:i + LANES]
@@ -59,12 +62,12 @@ class RangeCoder:
         return state.astype("<u4").tobytes() + body.tobytes()
 
     def decode(self, data: bytes, count: int) -> np.ndarray:
-        """The inverse of encode: the first `count` codes, uint8 [count]. Raises ValueError for a stream that is too short."""
+        """The inverse of encode: the first `count` codes, uint8 [count]. Raises ValueError for a stream that is too short or of odd length."""
         try:
             state = np.frombuffer(data, "<u4", LANES).astype(np.uint64)
             words = np.frombuffer(data, "<u2", offset=4 * LANES)
         except ValueError as error:
-            raise ValueError("the stream is shorter than its coder states") from error
+            raise ValueError(f"a stream of {len(data)} bytes is not one of this coder") from error
         out, at = np.empty(count, np.uint8), 0
         for i in range(0, count, LANES):
             x = state[:min(LANES, count - i)]

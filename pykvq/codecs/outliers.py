@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pykvq.codecs.checks import integer, vectors
+from pykvq.codecs.density import MAX_D
 from pykvq.codecs.turboquant import MSECodes, TurboQuantMSE
 
 
@@ -17,12 +19,14 @@ class MixedCodes(NamedTuple):
 def outlier_channels(x: np.ndarray, count: int) -> np.ndarray:
     """The `count` channels of largest mean square over all leading dimensions of float [..., d]: ascending int64 [count].
 
-    Raises ValueError unless 0 < count < d.
+    Raises ValueError unless 0 < count < d, and without a vector or with values that are not finite.
     """
+    if np.ndim(x) == 0 or np.size(x) == 0 or np.shape(x)[-1] < 2:
+        raise ValueError(f"channels are chosen from at least one vector of at least two values, not from shape {np.shape(x)}")
     d = np.shape(x)[-1]
-    if not 0 < count < d:
-        raise ValueError(f"count must be between 1 and {d - 1}, not {count}")
-    energy = np.square(np.asarray(x, np.float64)).reshape(-1, d).mean(0)
+    x = vectors(x, d)
+    count = integer("count", count, 1, d - 1)
+    energy = np.square(x.reshape(-1, d), dtype=np.float64).mean(0)
     return np.sort(np.argsort(energy)[d - count:])
 
 
@@ -35,19 +39,19 @@ class MixedTurboQuant:
     """
 
     def __init__(self, d: int, channels: np.ndarray, high: int, low: int, **keywords):
-        self.channels = np.asarray(channels, int)
-        if len(np.unique(self.channels)) != len(self.channels) or not ((0 <= self.channels) & (self.channels < d)).all():
-            raise ValueError(f"channels must be distinct and in 0..{d - 1}")
-        self.d, self.rest = d, np.setdiff1d(np.arange(d), self.channels)
+        self.d, channels = integer("d", d, 4, MAX_D), np.asarray(channels)
+        if channels.ndim != 1 or channels.dtype.kind not in "iu" or len(np.unique(channels)) != len(channels) or not ((0 <= channels) & (channels < d)).all():
+            raise ValueError(f"channels must be a list of distinct integers in 0..{d - 1}")
+        if not 2 <= len(channels) <= d - 2:
+            raise ValueError(f"two to {d - 2} of {d} channels can have more bits, not {len(channels)}")
+        self.channels, self.rest = channels.astype(int), np.setdiff1d(np.arange(d), channels)
         seed = keywords.pop("seed", 0)
         self.high = TurboQuantMSE(len(self.channels), high, seed=seed, **keywords)
         self.low = TurboQuantMSE(len(self.rest), low, seed=seed + 1, **keywords)
 
     def quantise(self, x: np.ndarray) -> MixedCodes:
-        """float [..., d] to codes. Raises ValueError for another last dimension or values that are not finite."""
-        x = np.asarray(x, np.float32)
-        if x.ndim == 0 or x.shape[-1] != self.d:
-            raise ValueError(f"vectors must have {self.d} values, not shape {x.shape}")
+        """float [..., d] to codes. Raises ValueError as TurboQuantMSE.quantise does."""
+        x = vectors(x, self.d)
         return MixedCodes(self.high.quantise(x[..., self.channels]), self.low.quantise(x[..., self.rest]))
 
     def dequantise(self, q: MixedCodes) -> np.ndarray:

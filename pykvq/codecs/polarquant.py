@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pykvq.codecs.density import polar_codebook
+from pykvq.codecs.checks import integer, vectors
+from pykvq.codecs.density import MAX_D, polar_codebook
 from pykvq.codecs.rotation import make_rotation
 from pykvq.codecs.turboquant import nearest
 
@@ -41,7 +42,7 @@ def from_polar(angles: list[np.ndarray], radius: np.ndarray) -> np.ndarray:
     """The inverse of to_polar: float [..., d]."""
     r = radius
     for angle in reversed(angles):
-        r = np.stack([r * np.cos(angle), r * np.sin(angle)], -1).reshape(*angle.shape[:-1], -1)
+        r = np.stack([r * np.cos(angle), r * np.sin(angle)], -1).reshape(*angle.shape[:-1], 2 * angle.shape[-1])
     return r
 
 
@@ -49,10 +50,12 @@ class PolarQuant:
     """Random rotation, recursive polar form, one codebook for the angles of each level, fp16 radii.
 
     d: values per vector, a multiple of 2**len(bits). bits: of each level's angles, 1..8; the paper's (4, 2, 2, 2) with one radius
-    per 16 values is 3.875 bits a value. Raises ValueError for values outside these.
+    per 16 values is 3.875 bits a value. fp16 radii keep their digits from 6e-5 on; smaller ones fade to zero.
+    Raises ValueError for values outside these.
     """
 
     def __init__(self, d: int, bits: tuple[int, ...] = (4, 2, 2, 2), *, rotation: str = "haar", seed: int = 0):
+        d = integer("d", d, 1, MAX_D)
         if not bits or d % (1 << len(bits)):
             raise ValueError(f"{len(bits)} levels need a multiple of {1 << len(bits)} values, not {d}")
         self.d, self.bits = d, tuple(bits)
@@ -61,11 +64,9 @@ class PolarQuant:
 
     def quantise(self, x: np.ndarray) -> PolarCodes:
         """float [..., d] to codes. Raises ValueError for another last dimension, values that are not finite or radii beyond fp16."""
-        x = np.asarray(x, np.float32)
-        if x.ndim == 0 or x.shape[-1] != self.d or not np.isfinite(x).all():
-            raise ValueError(f"vectors must be finite and have {self.d} values, not shape {x.shape}")
-        angles, radius = to_polar(self.rotation.apply(x), len(self.bits))
-        if (radius > 65504).any():
+        with np.errstate(over="ignore", invalid="ignore"):       # told below
+            angles, radius = to_polar(self.rotation.apply(vectors(x, self.d)), len(self.bits))
+        if not (radius <= 65504).all():
             raise ValueError("a radius exceeds the range of fp16: scale the vectors down")
         codes = [np.minimum(angles[0] * ((1 << self.bits[0]) / (2 * np.pi)), (1 << self.bits[0]) - 1).astype(np.uint8)]
         codes += [nearest(a, c) for a, c in zip(angles[1:], self.codebooks[1:])]

@@ -5,9 +5,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from pykvq.codecs.checks import integer
 from pykvq.codecs.hadamard import paley, sylvester
 
 PALEY_ORDERS = (1, 12, 20, 28)
+MAX_ORDER = 1 << 24
 
 
 def generator(seed: int, use: int) -> np.random.Generator:
@@ -18,20 +20,21 @@ def generator(seed: int, use: int) -> np.random.Generator:
 class HaarRotation:
     """Uniformly random rotation of R^d: QR of a Gaussian matrix, columns signed so that it is Haar (Mezzadri 2007).
 
-    matrix: float32 [d, d]; y = x @ matrix.T.
+    matrix: float32 [d, d]; y = x @ matrix.T. Raises ValueError for d < 1.
     """
 
     def __init__(self, d: int, seed: int = 0):
+        d = integer("d", d, 1, MAX_ORDER)
         q, r = np.linalg.qr(generator(seed, 2).standard_normal((d, d)))
         self.matrix = (q * np.sign(np.diag(r))).astype(np.float32)
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        """float32 [..., d] to float32 [..., d]; norms and inner products are kept."""
-        return x @ self.matrix.T
+        """float [..., d] to float32 [..., d]; norms and inner products are kept. Raises ValueError for another last dimension."""
+        return np.asarray(x, np.float32) @ self.matrix.T
 
     def invert(self, y: np.ndarray) -> np.ndarray:
-        """The inverse of apply: float32 [..., d] to float32 [..., d]."""
-        return y @ self.matrix
+        """The inverse of apply: float [..., d] to float32 [..., d]. Raises ValueError for another last dimension."""
+        return np.asarray(y, np.float32) @ self.matrix
 
     def state(self) -> np.ndarray:
         """What a file must keep: the matrix, since no generator is promised to repeat itself in later versions of numpy."""
@@ -49,10 +52,11 @@ class HadamardRotation:
 
     Where d is no order that Paley and Sylvester give (m 2**k, m in 1, 12, 20, 28), the first and the last p values are
     turned in turn, twice, p being the largest order below d: still a rotation, without padding.
-    signs: float32 [passes, p], entries +-1.
+    signs: float32 [passes, p], entries +-1. Raises ValueError for d < 1.
     """
 
     def __init__(self, d: int, seed: int = 0):
+        d = integer("d", d, 1, MAX_ORDER)
         p = largest_order(d)
         passes = 1 if p == d else 4
         self._set(d, generator(seed, 3).choice(np.float32([-1, 1]), (passes, p)))
@@ -63,19 +67,25 @@ class HadamardRotation:
         self.left, self.right = factors(self.order)
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        """float32 [..., d] to float32 [..., d]; norms and inner products are kept."""
-        y = np.array(x, np.float32)
+        """float [..., d] to float32 [..., d]; norms and inner products are kept. Raises ValueError for another last dimension."""
+        y = self._copy(x)
         for i, signs in enumerate(self.signs):
             part = self._part(y, i)
             part[...] = self._hadamard(part * signs, self.left, self.right)
         return y
 
     def invert(self, y: np.ndarray) -> np.ndarray:
-        """The inverse of apply: float32 [..., d] to float32 [..., d]."""
-        x = np.array(y, np.float32)
+        """The inverse of apply: float [..., d] to float32 [..., d]. Raises ValueError for another last dimension."""
+        x = self._copy(y)
         for i, signs in reversed(list(enumerate(self.signs))):
             part = self._part(x, i)
             part[...] = self._hadamard(part, self.left.T, self.right.T) * signs
+        return x
+
+    def _copy(self, x: np.ndarray) -> np.ndarray:
+        x = np.array(x, np.float32)
+        if x.ndim == 0 or x.shape[-1] != self.d:
+            raise ValueError(f"vectors must have {self.d} values, not shape {x.shape}")
         return x
 
     def _part(self, x: np.ndarray, i: int) -> np.ndarray:
@@ -97,9 +107,7 @@ class HadamardRotation:
 
 
 def largest_order(d: int) -> int:
-    """The largest order m 2**k <= d, m in 1, 12, 20, 28 (0 < d). Raises ValueError for d < 1."""
-    if d < 1:
-        raise ValueError(f"a rotation needs at least one dimension, not {d}")
+    """The largest order m 2**k <= d, m in 1, 12, 20, 28 (0 < d)."""
     return max(m << (d // m).bit_length() - 1 for m in PALEY_ORDERS if m <= d)
 
 

@@ -44,7 +44,7 @@ def quantise(x: np.ndarray, type_name: str) -> np.ndarray:
     y = rotate(_blocks(np.asarray(x, np.float32), t.block, t.name))
     codes, d = _code(y, t)
     d16 = d.astype("<f2")[..., None].view(np.uint8)
-    return np.concatenate([_pack(codes, t.bits), d16], -1).reshape(*np.shape(x)[:-1], -1)
+    return _joined(np.concatenate([_pack(codes, t.bits), d16], -1))
 
 
 def dequantise(data: np.ndarray, type_name: str) -> np.ndarray:
@@ -57,7 +57,7 @@ def dequantise(data: np.ndarray, type_name: str) -> np.ndarray:
     d = np.ascontiguousarray(b[..., -2:]).view("<f2").astype(np.float32)
     levels = np.array(FAMILIES[t.family].levels, np.float32)[_unpack(b[..., :-2], t)]
     g = np.float32(1) / (_scale(t) * np.sqrt(np.float32(t.block)))
-    return (unrotate(levels) * (d * g)).reshape(*np.shape(data)[:-1], -1)
+    return _joined(unrotate(levels) * (d * g))
 
 
 def quantise_activation(x: np.ndarray, n: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def quantise_activation(x: np.ndarray, n: int) -> np.ndarray:
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     q = np.rint(y * inverse).astype(np.int8).view(np.uint8)
     d = (peak / np.float32(127)).astype("<f4").view(np.uint8)
-    return np.concatenate([d, q], -1).reshape(*np.shape(x)[:-1], -1)
+    return _joined(np.concatenate([d, q], -1))
 
 
 def _member(name: str) -> CacheType:
@@ -85,6 +85,11 @@ def _blocks(x: np.ndarray, size: int, name: str) -> np.ndarray:
     if x.ndim == 0 or x.shape[-1] % size:
         raise ValueError(f"{name}: rows of {x.shape[-1] if x.ndim else 0} are no multiple of the block's {size}")
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def _joined(blocks: np.ndarray) -> np.ndarray:
+    """[..., n, size] to [..., n * size], empty ones included."""
+    return blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])
 
 
 def _order(x: np.ndarray) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pykvq.codecs.density import gaussian_codebook, sphere_codebook
+from pykvq.codecs.checks import integer, vectors
+from pykvq.codecs.density import MAX_BITS, MAX_D, gaussian_codebook, sphere_codebook
 from pykvq.codecs.rotation import generator, make_rotation
 
 CODEBOOKS = {"sphere": sphere_codebook, "gaussian": gaussian_codebook}
@@ -33,7 +34,7 @@ class ProdCodes(NamedTuple):
 class TurboQuantMSE:
     """Algorithm 1 (section 3.1): rotate, then the nearest Lloyd-Max centroid for each coordinate.
 
-    d: values per vector, at least 2. bits: 1..8 (1..6 with the Gaussian codebook). rotation: "haar" (the paper's) or "hadamard".
+    d: values per vector, 2 or more. bits: 1..8 (1..6 with the Gaussian codebook). rotation: "haar" (the paper's) or "hadamard".
     codebook: "sphere" (exact for d) or "gaussian" (its limit). scale: "norm" stores |x| as the paper does; "least-squares"
     minimises the error of each vector; "unbiased" makes <x, x'> = |x|^2, which takes the shrinkage out of inner products.
     Raises ValueError for values outside these.
@@ -42,21 +43,21 @@ class TurboQuantMSE:
     def __init__(self, d: int, bits: int, *, rotation: str = "haar", codebook: str = "sphere", scale: str = "norm", seed: int = 0):
         if codebook not in CODEBOOKS or scale not in SCALES:
             raise ValueError(f"codebook is one of {', '.join(CODEBOOKS)} and scale one of {', '.join(SCALES)}")
-        if bits < 1:
-            raise ValueError(f"bits must be at least 1, not {bits}")
-        self.d, self.bits, self.scale = d, bits, scale
-        self.centroids = CODEBOOKS[codebook](d, bits).astype(np.float32)
+        self.d, self.bits, self.scale = integer("d", d, 2, MAX_D), integer("bits", bits, 1, MAX_BITS), scale
+        self.centroids = CODEBOOKS[codebook](self.d, self.bits).astype(np.float32)
         self.rotation = make_rotation(rotation, d, seed)
 
     def quantise(self, x: np.ndarray) -> MSECodes:
-        """float [..., d] to codes. Raises ValueError for another last dimension or values that are not finite."""
+        """float [..., d] to codes. Raises ValueError for another last dimension, values that are not finite or a norm beyond float32."""
         rows, shape = _rows(x, self.d)
         codes, scale = np.empty(rows.shape, np.uint8), np.empty(len(rows), np.float32)
         for part in _chunks(rows):
             y, norm = _unit(rows[part])
             y = self.rotation.apply(y)
             codes[part] = nearest(y, self.centroids)
-            scale[part] = norm * self._gain(y, codes[part])
+            with np.errstate(over="ignore"):             # told below
+                scale[part] = norm * self._gain(y, codes[part])
+        _representable(scale)
         return MSECodes(codes.reshape(shape), scale.reshape(shape[:-1]))
 
     def _gain(self, y: np.ndarray, codes: np.ndarray) -> np.ndarray | float:
@@ -95,10 +96,8 @@ class TurboQuantProd:
     def __init__(self, d: int, bits: int, *, rotation: str = "haar", codebook: str = "sphere", seed: int = 0):
         if codebook not in CODEBOOKS:
             raise ValueError(f"codebook is one of {', '.join(CODEBOOKS)}")
-        if bits < 1:
-            raise ValueError(f"bits must be at least 1, not {bits}")
-        self.d, self.bits = d, bits
-        self.centroids = CODEBOOKS[codebook](d, bits - 1).astype(np.float32)
+        self.d, self.bits = integer("d", d, 2, MAX_D), integer("bits", bits, 1, MAX_BITS)
+        self.centroids = CODEBOOKS[codebook](self.d, self.bits - 1).astype(np.float32)
         self.rotation = make_rotation(rotation, d, seed)
         self.projection = generator(seed, 1).standard_normal((d, d), dtype=np.float32)
 
@@ -108,7 +107,7 @@ class TurboQuantProd:
         return np.float32(np.sqrt(np.pi / 2) / self.d)
 
     def quantise(self, x: np.ndarray) -> ProdCodes:
-        """float [..., d] to codes. Raises ValueError for another last dimension or values that are not finite."""
+        """float [..., d] to codes. Raises ValueError for another last dimension, values that are not finite or a norm beyond float32."""
         rows, shape = _rows(x, self.d)
         codes, signs = np.empty(rows.shape, np.uint8), np.empty(rows.shape, np.uint8)
         norm, residual = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
@@ -119,6 +118,7 @@ class TurboQuantProd:
             r = y - self.centroids[codes[part]]          # S is rotation invariant: the residual need not be rotated back
             residual[part] = np.linalg.norm(r, axis=-1)
             signs[part] = r @ self.projection.T > 0
+        _representable(norm)
         flat = shape[:-1]
         return ProdCodes(codes.reshape(shape), signs.reshape(shape), norm.reshape(flat), residual.reshape(flat))
 
@@ -164,12 +164,13 @@ def nearest(y: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 
 
 def _rows(x: np.ndarray, d: int) -> tuple[np.ndarray, tuple[int, ...]]:
-    x = np.asarray(x, np.float32)
-    if x.ndim == 0 or x.shape[-1] != d:
-        raise ValueError(f"vectors must have {d} values, not shape {x.shape}")
-    if not np.isfinite(x).all():
-        raise ValueError("vectors must be finite")
+    x = vectors(x, d)
     return x.reshape(-1, d), x.shape
+
+
+def _representable(factors: np.ndarray) -> None:
+    if not np.isfinite(factors).all():
+        raise ValueError("a norm exceeds the range of float32: scale the vectors down")
 
 
 def _chunks(rows: np.ndarray) -> list[slice]:
@@ -182,4 +183,5 @@ def _unit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     peak = np.abs(x).max(-1, keepdims=True)              # first to the order of one: squares must not leave float32
     x = x / np.where(peak > 0, peak, 1)
     norm = np.linalg.norm(x, axis=-1, keepdims=True)
-    return x / np.where(norm > 0, norm, 1), (norm * peak)[..., 0]
+    with np.errstate(over="ignore"):                     # the caller looks
+        return x / np.where(norm > 0, norm, 1), (norm * peak)[..., 0]

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from os import PathLike
 
 import numpy as np
 
+from pykvq.codecs.checks import integer, vectors
 from pykvq.codecs.packing import pack, packed_bytes, unpack
 from pykvq.codecs.rotation import HaarRotation, HadamardRotation
 from pykvq.codecs.turboquant import MSECodes, ProdCodes, TurboQuantMSE, TurboQuantProd
@@ -19,7 +21,7 @@ ROWS, QUERIES = 4096, 1024                               # vectors that are unpa
 class VectorIndex:
     """Online index: vectors can be added at any time, nothing is trained.
 
-    d: values per vector, at least 2. bits: per value, 1..8. metric: "inner" (largest inner product), "cosine" or "l2" (smallest
+    d: values per vector, 2 or more. bits: per value, 1..8. metric: "inner" (largest inner product), "cosine" or "l2" (smallest
     Euclidean distance). method: "unbiased" is TurboQuant-MSE with a factor that takes the shrinkage out of inner products,
     "norm" the paper's TurboQuant-MSE (with "cosine" it stores nothing but codes), "prod" the paper's TurboQuant-Prod.
     rotation: "hadamard" (fast) or "haar". Raises ValueError for values outside these.
@@ -28,14 +30,15 @@ class VectorIndex:
     def __init__(self, d: int, bits: int = 4, *, metric: str = "inner", method: str = "unbiased", rotation: str = "hadamard", seed: int = 0):
         if metric not in METRICS or method not in METHODS:
             raise ValueError(f"metric is one of {', '.join(METRICS)} and method one of {', '.join(METHODS)}")
-        self.d, self.bits, self.metric, self.method = d, bits, metric, method
+        self.metric, self.method = metric, method
         self.codec = (TurboQuantProd(d, bits, rotation=rotation, seed=seed) if method == "prod"
                       else TurboQuantMSE(d, bits, rotation=rotation, scale=method, seed=seed))
+        self.d, self.bits, self._length = self.codec.d, self.codec.bits, 0
         self._factor_type = np.dtype(np.float16 if metric == "cosine" else np.float32)     # without the norm, factors are near one
-        self._added = [(np.empty((0, packed_bytes(d, bits)), np.uint8), np.empty((0, self._factor_count()), self._factor_type))]
+        self._added = [(np.empty((0, packed_bytes(self.d, self.bits)), np.uint8), np.empty((0, self._factor_count()), self._factor_type))]
 
     def __len__(self) -> int:
-        return sum(len(codes) for codes, _ in self._added)
+        return self._length
 
     @property
     def nbytes(self) -> int:
@@ -56,11 +59,10 @@ class VectorIndex:
     def add(self, x: np.ndarray) -> np.ndarray:
         """Adds vectors, float [n, d] (or one, [d]), and returns their ids, int64 [n]: consecutive from the present length.
 
-        Raises ValueError for another shape, values that are not finite or, with "cosine", a zero vector; the index is then unchanged.
+        Raises ValueError for another shape, values that are not finite, norms beyond float32 (with "l2" their squares) or, with "cosine",
+        a zero vector; the index is then unchanged.
         """
-        x = np.atleast_2d(np.asarray(x, np.float32))
-        if x.ndim != 2 or x.shape[1] != self.d:
-            raise ValueError(f"vectors must have shape [n, {self.d}], not {x.shape}")
+        x = self._rows(x)
         if self.metric == "cosine":
             x = _unit_rows(x)
         q = self.codec.quantise(x)
@@ -71,10 +73,18 @@ class VectorIndex:
         if self.metric == "cosine" and self.method != "unbiased":
             factors.pop()                                # the norm of a unit vector
         if self.metric == "l2":
-            factors.append(np.square(x).sum(-1))
+            factors.append(_squares(x))
         first = len(self)
         self._added.append((packed, np.array(factors, self._factor_type).T.reshape(len(x), self._factor_count())))
+        self._length += len(x)
         return np.arange(first, len(self))
+
+    def _rows(self, x: np.ndarray) -> np.ndarray:
+        """float [n, d] or [d] as finite float32 [n, d]."""
+        x = np.atleast_2d(vectors(x, self.d))
+        if x.ndim != 2:
+            raise ValueError(f"vectors must have shape [n, {self.d}], not {x.shape}")
+        return x
 
     def _factor_count(self) -> int:
         """Stored factors per vector: of float32, or float16 with "cosine"."""
@@ -85,18 +95,18 @@ class VectorIndex:
         """The k best vectors for each query, best first: scores float32 [n, k] and ids int64 [n, k], k cut to the index's length.
 
         queries: float [n, d] (or one, [d]). Scores are estimates of the inner product, the cosine or the squared distance.
-        Raises ValueError for another shape, values that are not finite, k < 1 or, with "cosine", a zero vector.
+        Raises ValueError for another shape, values that are not finite, k < 1, scores beyond float32 or, with "cosine", a zero vector.
         """
-        y = np.atleast_2d(np.asarray(queries, np.float32))
-        if y.ndim != 2 or y.shape[1] != self.d or not np.isfinite(y).all():
-            raise ValueError(f"queries must be finite and have shape [n, {self.d}], not {y.shape}")
-        if k < 1:
-            raise ValueError(f"k must be at least 1, not {k}")
+        y, k = self._rows(queries), integer("k", k, 1, sys.maxsize)
         if self.metric == "cosine":
             y = _unit_rows(y)
         k = min(k, len(self))
-        parts = [self._search(y[i:i + QUERIES], k) for i in range(0, max(len(y), 1), QUERIES)]
-        return tuple(np.concatenate(p) for p in zip(*parts))
+        with np.errstate(over="ignore", invalid="ignore"):       # told below
+            parts = [self._search(y[i:i + QUERIES], k) for i in range(0, max(len(y), 1), QUERIES)]
+        scores, ids = (np.concatenate(p) for p in zip(*parts))
+        if not np.isfinite(scores).all():
+            raise ValueError("a score exceeds the range of float32: scale the vectors down")
+        return scores, ids
 
     def _search(self, y: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """search for one block of checked queries."""
@@ -142,25 +152,50 @@ class VectorIndex:
     @classmethod
     def load(cls, path: str | PathLike) -> VectorIndex:
         """Reads what save wrote. Raises ValueError for a file of another kind or version, OSError when it cannot be read."""
+        with open(path, "rb") as file:
+            try:
+                with np.load(file, allow_pickle=False) as archive:
+                    arrays = {name: archive[name] for name in archive.files}
+                header = json.loads(arrays["header"].tobytes())
+                version = header["version"]
+            except Exception as error:                   # zipfile and numpy raise a dozen kinds for what is no archive of ours
+                raise ValueError(f"{path} is no index of pykvq, or damaged") from error
+        if version != VERSION:
+            raise ValueError(f"{path} has format version {version}, this release reads {VERSION}")
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            header = json.loads(arrays["header"].tobytes())
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{path} is no index of pykvq") from error
-        if header["version"] != VERSION:
-            raise ValueError(f"{path} has format version {header['version']}, this release reads {VERSION}")
-        index = cls(header["d"], header["bits"], metric=header["metric"], method=header["method"], rotation="hadamard")
+            return cls._restored(header, arrays)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+    @classmethod
+    def _restored(cls, header: dict, arrays: dict[str, np.ndarray]) -> VectorIndex:
+        """An index of what save wrote. Raises KeyError, TypeError or ValueError for parts that are absent or do not fit together."""
+        index = cls(header["d"], header["bits"], metric=header["metric"], method=header["method"], rotation=header["rotation"])
+        codes, factors = index._added[0]
+        rows = len(arrays["codes"])
+        expected = {"codes": codes, "factors": factors, "rotation": index.codec.rotation.state(), "centroids": index.codec.centroids}
+        if header["method"] == "prod":
+            expected["projection"] = index.codec.projection
+        for name, like in expected.items():
+            shape = (rows, like.shape[1]) if name in ("codes", "factors") else like.shape
+            if arrays[name].shape != shape or arrays[name].dtype != like.dtype:
+                raise ValueError(f"its {name} are {arrays[name].dtype} {arrays[name].shape}, not {like.dtype} {shape}")
         index.codec.rotation = (HaarRotation.from_state(arrays["rotation"]) if header["rotation"] == "haar"
-                                else HadamardRotation.from_state(arrays["rotation"], header["d"]))
+                                else HadamardRotation.from_state(arrays["rotation"], index.d))
         index.codec.centroids = arrays["centroids"]
         if header["method"] == "prod":
             index.codec.projection = arrays["projection"]
-        codes, factors = index._added[0]
-        if arrays["codes"].shape[1:] != codes.shape[1:] or arrays["factors"].shape != (len(arrays["codes"]), factors.shape[1]):
-            raise ValueError(f"{path} is damaged: its arrays do not fit together")
-        index._added = [(arrays["codes"], arrays["factors"])]
+        index._added, index._length = [(arrays["codes"], arrays["factors"])], rows
         return index
+
+
+def _squares(x: np.ndarray) -> np.ndarray:
+    """|x|^2 of float32 [n, d]. Raises ValueError beyond float32."""
+    with np.errstate(over="ignore"):                     # told below
+        squares = np.square(x).sum(-1)
+    if not np.isfinite(squares).all():
+        raise ValueError("a squared norm exceeds the range of float32: scale the vectors down")
+    return squares
 
 
 def _unit_rows(x: np.ndarray) -> np.ndarray:
