@@ -5,11 +5,14 @@ import sys
 
 import click
 
+from pykvq.cli.calibrate import calibrate
 from pykvq.cli.chat import chat
 from pykvq.cli.compare import compare
 from pykvq.cli.completion import completion
 from pykvq.cli.doctor import doctor
+from pykvq.cli.embed import embed_rotations
 from pykvq.cli.errors import explain
+from pykvq.cli.inspect import inspect
 from pykvq.cli.types import types
 
 
@@ -66,5 +69,5 @@ def main() -> None:
     """
 
 
-for command in (types, doctor, chat, compare, completion):
+for command in (types, doctor, chat, compare, calibrate, embed_rotations, inspect, completion):
     main.add_command(command)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -55,6 +55,18 @@ class Output:
                 done += 1
                 bar.update(task, description=description, completed=done)
             yield step
+
+    @contextmanager
+    def amount(self, unit: str):
+        """A bar with the time left on stderr, for work whose size is known later; yields begin(total), which returns advance(label, done)."""
+        bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn(f"{{task.completed}}/{{task.total}} {unit}"),
+                       TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self.err, transient=True,
+                       disable=self.quiet or not self.err.is_terminal)
+        with bar:
+            def begin(total: int):
+                task = bar.add_task("", total=total)
+                return lambda label, done: bar.update(task, description=label, advance=done)
+            yield begin
 
 
 def common(command: Callable) -> Callable:

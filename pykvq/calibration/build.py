@@ -1,0 +1,47 @@
+"""From the sums of a run to what is embedded."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import pykvq
+from pykvq.calibration.key_bias import measured_bias
+from pykvq.calibration.metadata import KEY_BIAS, Embedded
+from pykvq.calibration.model_files import tensor
+from pykvq.calibration.run import Statistics
+from pykvq.calibration.text import text_hash
+from pykvq.calibration.transform import Transform, layer_transform
+from pykvq.formats import CODEBOOK
+from pykvq.native import llama_commit
+
+DEFAULT_KEY_BIAS = "none"                # what the cache of this version can return to the logit
+
+
+def build(statistics: Statistics, model: Path, key_bias: str = DEFAULT_KEY_BIAS) -> Embedded:
+    """Transforms of every layer, with provenance.
+
+    key_bias: which pre-RoPE bias is removed from the keys first: "none", "attn_k.bias" (the model's own) or "measured".
+    Raises ValueError for an unknown one, for a model without attn_k.bias, and for statistics of an incomplete run.
+    """
+    if key_bias not in KEY_BIAS:
+        raise ValueError(f"key_bias is one of {', '.join(KEY_BIAS)}, not {key_bias!r}")
+    if not statistics.complete:
+        raise ValueError(f"the calibration has run {statistics.done} of {len(statistics.tokens)} chunks; run pykvq calibrate again to finish it")
+    last = int(statistics.positions.max()) + statistics.tokens.shape[1] - 1
+    provenance = {"text_hash": text_hash(statistics.tokens), "tokens": int(statistics.tokens.size), "source": statistics.source,
+                  "pykvq_version": pykvq.__version__, "llama_cpp_commit": llama_commit(), "positions": last}
+    layers = {i: _layer(statistics, model, i, key_bias) for i in sorted(statistics.moments.layers)}
+    return Embedded(statistics.fingerprint, CODEBOOK, key_bias, layers, provenance)
+
+
+def _layer(statistics: Statistics, model: Path, i: int, key_bias: str) -> Transform:
+    sums = statistics.moments.layers[i]
+    if key_bias == "none":
+        return layer_transform(sums)
+    if key_bias == "measured":
+        return layer_transform(sums, measured_bias(sums), keep_bias=True)
+    raw = tensor(model, f"blk.{i}.attn_k.bias")
+    if raw is None:
+        raise ValueError(f"{model.name} has no blk.{i}.attn_k.bias; use key_bias none or measured")
+    return layer_transform(sums, np.frombuffer(raw, "<f4").reshape(sums.heads, -1))

@@ -1,0 +1,86 @@
+"""The kvq.* keys: transforms as GGUF metadata, and back. The layout is in docs/gguf-metadata.md.
+
+llama.cpp ignores metadata that it does not know but refuses unknown tensors, and readers build an object per array
+element: so every tensor is one base64 string.
+"""
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pykvq.calibration.transform import Transform
+from pykvq.formats import CODEBOOK
+from pykvq.gguf_file import GgufFile
+
+VERSION = 1
+PREFIX = "kvq."
+KEY_BIAS = ("none", "attn_k.bias", "measured")
+F16_MAX = 65504
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What a model file or a sidecar carries. provenance: the values under kvq.calibration., by their last name."""
+    fingerprint: str
+    codebook: str
+    key_bias: str
+    layers: Mapping[int, Transform]
+    provenance: Mapping[str, object]
+
+
+def encode(data: Embedded) -> dict[str, object]:
+    """Keys and values to write. Raises ValueError for a transform that float16 cannot hold or that is not finite."""
+    out: dict[str, object] = {"kvq.version": VERSION, "kvq.fingerprint": data.fingerprint, "kvq.codebook": data.codebook,
+                              "kvq.key_bias": data.key_bias, "kvq.layers": sorted(data.layers)}
+    for i in sorted(data.layers):
+        t = data.layers[i]
+        out |= {f"kvq.blk.{i}.k.mean": _text(t.mean, "<f2", i), f"kvq.blk.{i}.k.basis": _text(t.basis, "<f2", i),
+                f"kvq.blk.{i}.k.lambda": _text(t.lam, "<f4", i), f"kvq.blk.{i}.v.mean": _text(t.v_mean, "<f2", i)}
+        if t.bias is not None:
+            out[f"kvq.blk.{i}.k.bias"] = _text(t.bias, "<f2", i)
+    return out | {f"kvq.calibration.{name}": value for name, value in data.provenance.items()}
+
+
+def decode(file: GgufFile) -> Embedded | None:
+    """What the file carries, None when it has no kvq keys. Raises ValueError for keys that are incomplete or inconsistent."""
+    if "kvq.version" not in file.keys:
+        return None
+    if file.get("kvq.version") != VERSION:
+        raise ValueError(f"{file.path} carries kvq data of version {file.get('kvq.version')}, this pykvq reads {VERSION}; upgrade pykvq")
+    try:
+        layers = {i: _layer(file, i) for i in file.get("kvq.layers")}
+        return Embedded(file.get("kvq.fingerprint"), file.get("kvq.codebook"), file.get("kvq.key_bias"), layers,
+                        {name.removeprefix("kvq.calibration."): file.get(name) for name in file.keys if name.startswith("kvq.calibration.")})
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{file.path} carries damaged kvq data ({error}); run: pykvq embed-rotations --force {file.path}") from error
+
+
+def current(data: Embedded) -> bool:
+    """True when the data belong to the codebook of this installation."""
+    return data.codebook == CODEBOOK
+
+
+def _layer(file: GgufFile, i: int) -> Transform:
+    def array(name: str, dtype: str) -> np.ndarray | None:
+        text = file.get(f"kvq.blk.{i}.{name}")
+        return None if text is None else np.frombuffer(base64.b64decode(text, validate=True), dtype).astype(np.float64)
+
+    mean, basis, lam, v_mean, bias = (array("k.mean", "<f2"), array("k.basis", "<f2"), array("k.lambda", "<f4"), array("v.mean", "<f2"),
+                                      array("k.bias", "<f2"))
+    if any(a is None for a in (mean, basis, lam, v_mean)):
+        raise ValueError(f"layer {i} is incomplete")
+    d, rest = divmod(basis.size, mean.size)
+    if rest or not d or mean.size % d or lam.size != mean.size or v_mean.size % (mean.size // d) or bias is not None and bias.size != mean.size:
+        raise ValueError(f"the shapes of layer {i} do not agree")
+    h = mean.size // d
+    return Transform(mean.reshape(h, d), basis.reshape(h, d, d), lam.reshape(h, d), v_mean.reshape(h, -1),
+                     None if bias is None else bias.reshape(h, d))
+
+
+def _text(a: np.ndarray, dtype: str, layer: int) -> str:
+    if not np.isfinite(a).all() or dtype == "<f2" and np.abs(a).max(initial=0) > F16_MAX:
+        raise ValueError(f"the statistics of layer {layer} are not finite or exceed float16; calibrate on other text (--text)")
+    return base64.b64encode(np.ascontiguousarray(a, dtype).tobytes()).decode()

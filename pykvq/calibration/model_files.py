@@ -1,0 +1,47 @@
+"""The files of one model: splits, the sidecar's name, and the fingerprint that ties calibrated data to the model."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pykvq.fingerprint import fnv1a64
+from pykvq.gguf_file import GgufFile
+from pykvq.gguf_header import ModelFileError
+
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def splits(path: Path) -> list[Path]:
+    """All files of the model, the named one first. Raises ModelFileError for a split that is not the first, or a missing one."""
+    match = _SPLIT.fullmatch(path.name)
+    if not match or int(match[3]) < 2:
+        return [path]
+    names = [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, int(match[3]) + 1)]
+    if int(match[2]) != 1:
+        raise ModelFileError(f"{path.name} is split {int(match[2])} of a model; name the first one, {names[0]}")
+    for name in names:
+        if not name.is_file():
+            raise ModelFileError(f"{path} is split and {name.name} is missing; put all {len(names)} files into one folder")
+    return names
+
+
+def sidecar_path(path: Path) -> Path:
+    """foo.gguf -> foo.kvq.gguf, the file in which llama.cpp looks for calibrated data beside the model."""
+    return path.with_name(f"{path.name.removesuffix('.gguf')}.kvq.gguf")
+
+
+def fingerprint(path: Path) -> str:
+    """Hash of architecture and norm weights, the same for every quantisation of a model, because norms stay float32.
+
+    FNV-1a over the architecture's name, the bytes of blk.N.attn_norm.weight for every layer that has one, and of output_norm.weight.
+    """
+    files = [GgufFile(p) for p in splits(path)]
+    arch = files[0].get("general.architecture", "")
+    names = [f"blk.{i}.attn_norm.weight" for i in range(files[0].get(f"{arch}.block_count", 0))] + ["output_norm.weight"]
+    data = [f.tensor_data(name) for name in names for f in files if name in f.tensors]
+    return fnv1a64(arch.encode() + b"".join(data))
+
+
+def tensor(path: Path, name: str) -> bytes | None:
+    """Raw bytes of a tensor of the model, None when it has no such tensor."""
+    return next((f.tensor_data(name) for f in map(GgufFile, splits(path)) if name in f.tensors), None)

@@ -1,0 +1,72 @@
+"""The tokens that calibration runs on: the model's own samples, or text files."""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import llama_cpp.llama_cpp as native
+import numpy as np
+
+from pykvq.engine import Context, Model
+
+PARALLEL = 32                            # sequences sampled side by side
+
+
+def start_token(model: Model) -> int:
+    """What a document begins with: BOS, else the end-of-text token, else token 0."""
+    return next((t for t in (native.llama_vocab_bos(model.vocab), native.llama_vocab_eos(model.vocab)) if t >= 0), 0)
+
+
+def own_samples(model: Model, chunks: int, length: int, *, seed: int = 0, threads: int | None = None,
+                advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
+    """Chunks sampled from the model itself at temperature 1, each from the start of a document; int32 [chunks, length].
+
+    advance(n) is called after every n tokens. The same model, seed and shape give the same tokens on one machine.
+    """
+    rng, out = np.random.default_rng(seed), []
+    for first in range(0, chunks, PARALLEL):
+        n = min(PARALLEL, chunks - first)
+        tokens = np.full((n, length), start_token(model), np.int32)
+        with Context(model, n * length, n_seq=n, n_batch=n, threads=threads) as context:
+            for i in range(length - 1):
+                logits = context.decode_batch([(int(tokens[s, i]), i, s, True) for s in range(n)])
+                tokens[:, i + 1] = _draw(logits, rng.random(n))
+                advance(n)
+        advance(n)                       # the start tokens
+        out.append(tokens)
+    return np.concatenate(out)
+
+
+def _draw(logits: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """One token per row of logits [n, vocabulary], by inverting the cumulative distribution at u [n]."""
+    p = np.exp(logits - logits.max(1, keepdims=True)).cumsum(1, dtype=np.float64)
+    return np.array([np.searchsorted(row, x * row[-1], "right") for row, x in zip(p, u)]).clip(max=logits.shape[1] - 1)
+
+
+def text_chunks(model: Model, paths: Sequence[Path], chunks: int, length: int) -> np.ndarray:
+    """Chunks at even distances through the files, read one after the other; int32 [chunks, length], each with the start token.
+
+    Raises ValueError when the files hold fewer tokens than that.
+    """
+    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
+    out, window = [], len(text) // chunks
+    for i in range(chunks):
+        part = text[i * window:(i + 1) * window][:length * 32]
+        tokens = model.tokenize(part, bos=False)[:length - 1]
+        if len(tokens) < length - 1:
+            tokens = []
+            break
+        out.append([start_token(model), *tokens])
+    if len(out) < chunks:
+        total = len(model.tokenize(text, bos=False))
+        if total < chunks * (length - 1):
+            raise ValueError(f"the text has {total} tokens, {chunks * length} are asked for; use --tokens {max(total // length, 1) * length} or more text")
+        tokens = model.tokenize(text, bos=False)         # dense in some parts, sparse in others: cut by tokens
+        out = [[start_token(model), *tokens[i * (length - 1):(i + 1) * (length - 1)]] for i in range(chunks)]
+    return np.array(out, np.int32)
+
+
+def text_hash(tokens: np.ndarray) -> str:
+    """SHA-256 of the token ids as little-endian int32."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
