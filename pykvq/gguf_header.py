@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +11,7 @@ from pathlib import Path
 from pykvq.native import library
 from pykvq.support import row_bytes
 
+_VERSIONS = 2, 3                                    # of the GGUF format
 _UINT32, _INT32, _ARRAY, _STRING = 4, 5, 9, 8       # enum gguf_type
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
@@ -36,13 +38,19 @@ class Header:
         """Head sizes of K and V, in values."""
         return self.head_dim_k, self.head_dim_v
 
+    @property
+    def block_dims(self) -> tuple[int, int]:
+        """What the blocks of K and V must divide: the head sizes; with MLA also the part of the key that is the value."""
+        return (math.gcd(*self.head_dims),) * 2 if self.mla else self.head_dims
+
     def cache_bytes(self, type_k: str, type_v: str, context: int) -> int:
         """Estimated bytes of a cache of `context` cells.
 
         A lower bound where there is a sliding window: no known model has fewer full layers than one in six.
         Raises ValueError when the head size does not fit the type.
         """
-        per_head = row_bytes(type_k, self.head_dim_k) + (0 if self.mla else row_bytes(type_v, self.head_dim_v))
+        per_head = row_bytes(type_k, self.block_dims[0]) * self.head_dim_k // self.block_dims[0]
+        per_head += 0 if self.mla else row_bytes(type_v, self.head_dim_v)
         full = len(self.heads_kv) if not self.window else len(self.heads_kv) // 6
         cells = [context] * full + [min(context, self.window)] * (len(self.heads_kv) - full)
         return sum(heads * n * per_head for heads, n in zip(self.heads_kv, cells))
@@ -55,9 +63,14 @@ def read_header(path: str | Path) -> Header:
         raise ModelFileError(f"no model file at {path}; check the path")
     size = path.stat().st_size
     with path.open("rb") as f:
-        magic = f.read(4)
+        magic, version = f.read(4), f.read(4)
     if size and magic != b"GGUF"[:len(magic)]:
         raise ModelFileError(f"{path} is no GGUF file; convert the model with convert_hf_to_gguf.py or download a .gguf")
+    if len(version) == 4 and int.from_bytes(version, "little") not in _VERSIONS:
+        if int.from_bytes(version, "big") in _VERSIONS:
+            raise ModelFileError(f"{path} is a big-endian GGUF file; turn it with: gguf-convert-endian {path} little")
+        raise ModelFileError(f"{path} is GGUF version {int.from_bytes(version, 'little')}, and this llama.cpp reads "
+                             f"{' and '.join(map(str, _VERSIONS))}; download the model as one of those, or a newer pykvq")
     with _gguf(path) as g:
         if g is None:
             raise ModelFileError(f"{path} is truncated or damaged in its header ({size} bytes); download it again")

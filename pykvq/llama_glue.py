@@ -61,22 +61,29 @@ def check_before_load(llm, n_ctx: int) -> None:
         check_cache(header, llm.context_params.type_k, llm.context_params.type_v, n_ctx, cache_on_host=not on_device)
 
 
-def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_host: bool = True) -> None:
-    """Refuse a cache, by ggml ids, that does not fit the model's heads or the host's memory; raises as check_before_load."""
+def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_host: bool = True,
+                words: tuple[str, str] = ("n_ctx=", "kv_type")) -> None:
+    """Refuse a cache, by ggml ids, that does not fit the model's heads or the host's memory; raises as check_before_load.
+
+    words: what the caller's user types before a context size, and for a type.
+    """
     for unknown in filter(lambda i: not _is_ggml_type(i), (type_k, type_v)):
-        raise ValueError(f"ggml has no type of id {unknown}; use kv_type= with one of {', '.join(VALID_NAMES)}")     # it would abort or crash
+        raise ValueError(f"{unknown} is no id of a cache type; use kv_type= with one of {', '.join(VALID_NAMES)}")     # it would abort or crash
     names = type_name(type_k), type_name(type_v)
     if not header.heads_kv or not all(name in NAMES.values() for name in names):
         return                                   # nothing is cached, or a type that only llama.cpp itself can judge
-    for name, head_dim in zip(names, header.head_dims):
+    if header.mla and type_k != type_v:
+        raise ValueError(f"{header.name} (MLA) keeps its values inside the keys; use one type for both, not K {names[0]} V {names[1]}")
+    for name, head_dim in zip(names, header.block_dims):
         ok, reason, fix = supports(name, head_dim)
         if not ok:
-            raise ValueError(f"{header.name}: {reason}; {fix}")
+            latent = f", the common part of {header.head_dim_k} (K) and {header.head_dim_v} (V) in MLA" if header.mla else ""
+            raise ValueError(f"{header.name}: {reason}{latent}; {fix}")
     if header.architecture in _BIASED and is_quantised(names[1]):
         raise ValueError(f"{header.name}: {header.architecture} adds a position bias, which flash attention does not take, and a V cache of type "
                          f"{names[1]} needs it; use f16 for V")
     if cache_on_host:
-        _check_memory(header, *names, n_ctx or header.context_train)
+        _check_memory(header, *names, n_ctx or header.context_train, words)
 
 
 def _is_ggml_type(i: int) -> bool:
@@ -84,12 +91,12 @@ def _is_ggml_type(i: int) -> bool:
     return i in NAMES or 0 <= i < TYPE_COUNT and i not in ACTIVATION_IDS.values() and library("ggml-base").ggml_blck_size(i) > 0
 
 
-def _check_memory(header: Header, type_k: str, type_v: str, n_ctx: int) -> None:
+def _check_memory(header: Header, type_k: str, type_v: str, n_ctx: int, words: tuple[str, str]) -> None:
     need, free = header.cache_bytes(type_k, type_v, n_ctx), available_memory()
     if need > free:
         fits = int(n_ctx * free / need) // 256 * 256
         raise MemoryError(f"a context of {n_ctx} needs {need / 2**30:.1f} GiB of {type_k}/{type_v} cache (estimated), {free / 2**30:.1f} GiB "
-                          f"of memory are free; use n_ctx={fits} or less, or a smaller kv_type")
+                          f"of memory are free; use {words[0]}{fits} or less, or a smaller {words[1]}")
 
 
 def available_memory() -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pykvq.gguf_header import ModelFileError, read_header
 from pykvq.llama_glue import check_cache
 from pykvq.native import NativeError, library_dir
-from pykvq.support import is_quantised, type_id
+from pykvq.support import VALID_NAMES, is_quantised, type_id
 
 _MODEL = ("-m", "--model")
 _DRAFT_MODEL = ("-md", "--model-draft", "--spec-draft-model")
@@ -16,6 +16,8 @@ _TYPE_K, _TYPE_V = ("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")
 _DRAFT_K = ("-ctkd", "--cache-type-k-draft", "--spec-draft-type-k")
 _DRAFT_V = ("-ctvd", "--cache-type-v-draft", "--spec-draft-type-v")
 _FLASH, _CONTEXT, _LAYERS = ("-fa", "--flash-attn"), ("-c", "--ctx-size"), ("-ngl", "--gpu-layers", "--n-gpu-layers")
+_TYPED = {*_TYPE_K, *_TYPE_V, *_DRAFT_K, *_DRAFT_V}
+_VALUED = {*_MODEL, *_DRAFT_MODEL, *_TYPED, *_CONTEXT, *_LAYERS}
 # what llama.cpp's programs read where an option is absent
 _ENVIRONMENT = {_MODEL: "LLAMA_ARG_MODEL", _TYPE_K: "LLAMA_ARG_CACHE_TYPE_K", _TYPE_V: "LLAMA_ARG_CACHE_TYPE_V",
                 _FLASH: "LLAMA_ARG_FLASH_ATTN", _CONTEXT: "LLAMA_ARG_CTX_SIZE", _LAYERS: "LLAMA_ARG_N_GPU_LAYERS"}
@@ -27,6 +29,8 @@ def complaint(arguments: Sequence[str]) -> str | None:
 
     Only what is certain: a model that is still to be downloaded, or a setting left to llama.cpp, is not judged.
     """
+    if arguments and arguments[-1] in _VALUED:
+        return f"{arguments[-1]} needs a value" + (f": {', '.join(VALID_NAMES)}" if arguments[-1] in _TYPED else "")
     try:
         types_k, types_v = (_value(arguments, names, "f16").split(",") for names in (_TYPE_K, _TYPE_V))      # llama-bench takes lists
         draft_k, draft_v = (_value(arguments, names, "f16") for names in (_DRAFT_K, _DRAFT_V))
@@ -44,7 +48,7 @@ def complaint(arguments: Sequence[str]) -> str | None:
             n_ctx = int(context) if context.isdecimal() else 0
             on_host = not _has_gpu() or _value(arguments, _LAYERS, "auto") == "0" or {"-nkvo", "--no-kv-offload"} & {*arguments}
             for k, v in ((k, v) for k in types_k for v in types_v):
-                check_cache(header, type_id(k), type_id(v), n_ctx, cache_on_host=bool(on_host and n_ctx))
+                check_cache(header, type_id(k), type_id(v), n_ctx, cache_on_host=bool(on_host and n_ctx), words=("-c ", "cache type (-ctk, -ctv)"))
         if draft:
             check_cache(read_header(draft), type_id(draft_k), type_id(draft_v), 0, cache_on_host=False)
     except (ModelFileError, ValueError, MemoryError) as error:

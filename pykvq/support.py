@@ -14,7 +14,7 @@ KERNELS = {"cpu": frozenset(FAMILIES), "cuda": frozenset(FAMILIES), "metal": fro
 
 IDS = {name: row[0] for name, row in UPSTREAM.items()} | {name: t.id for name, t in TYPES.items()}
 NAMES = {i: name for name, i in IDS.items()}
-VALID_NAMES = (*FAMILIES, *UPSTREAM)            # what users type; members such as turbo3_64 are accepted too
+VALID_NAMES = (*FAMILIES, *UPSTREAM)            # what users type; the cache picks members such as turbo3_64 by itself
 
 
 class Support(NamedTuple):
@@ -27,10 +27,11 @@ class Support(NamedTuple):
 def type_id(name: str) -> int:
     """ggml id of a cache type; a family's id is that of its 128 member, from which the cache picks per layer.
 
-    Raises ValueError, listing the valid names, for any other name.
+    Raises ValueError, listing the valid names, for any other name, and for a member: a layer may have to get another one.
     """
-    if name not in IDS:
-        raise ValueError(f"unknown cache type {name!r}; valid: {', '.join(VALID_NAMES)}")
+    if name not in VALID_NAMES:
+        member = f" ({name} is a block layout, which the cache picks by head size)" if isinstance(name, str) and name in TYPES else ""
+        raise ValueError(f"unknown cache type {name!r}{member}; valid: {', '.join(VALID_NAMES)}")
     return IDS[name]
 
 
@@ -41,8 +42,10 @@ def type_name(ggml_type: int) -> str:
 
 def family_of(name: str) -> str:
     """"turbo3" for every member of the family, the name itself for llama.cpp's own types. Raises ValueError as type_id does."""
+    if name in TYPES:
+        return TYPES[name].family
     type_id(name)
-    return TYPES[name].family if name in TYPES else name
+    return name
 
 
 def effective_type(name: str, head_dim: int) -> str:
@@ -83,19 +86,19 @@ def is_quantised(name: str) -> bool:
 def supports(name: str, head_dim: int | tuple[int, int], backend: str = "cpu") -> Support:
     """Whether `backend` can keep and attend a cache of type `name` with heads of `head_dim` values.
 
-    name: a family, one of its members or a type of llama.cpp. head_dim: of K and V, or the pair (K, V) where they differ.
+    name: a family or a type of llama.cpp. head_dim: of K and V, or the pair (K, V) where they differ.
     backend: "cpu", "cuda", "metal" or "vulkan". Raises ValueError for an unknown name or backend.
     """
-    family = family_of(name)
+    type_id(name)
     if backend not in KERNELS:
         raise ValueError(f"unknown backend {backend!r}; valid: {', '.join(KERNELS)}")
     heads = head_dim if isinstance(head_dim, tuple) else (head_dim,)
     try:
-        _fit(family, heads)
+        _fit(name, heads)
     except ValueError as error:
         return Support(False, str(error), _alternative(heads, backend))
-    if family in FAMILIES and family not in KERNELS[backend]:
-        return Support(False, f"the {backend} backend has no kernels for {family}",
+    if name in FAMILIES and name not in KERNELS[backend]:
+        return Support(False, f"the {backend} backend has no kernels for {name}",
                        "keep the cache on the CPU (--no-kv-offload, offload_kqv=False) or use f16 or q8_0")
     return Support(True)
 

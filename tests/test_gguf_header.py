@@ -1,4 +1,6 @@
 """Geometry and wholeness from the header."""
+from dataclasses import replace
+
 import pytest
 
 from pykvq.gguf_header import ModelFileError, read_header
@@ -42,6 +44,9 @@ def test_mla_stores_only_keys(tmp_path):
                                       attention__key_length_mla=192))
     assert h.mla and h.head_dims == (576, 512)
     assert h.cache_bytes("turbo3", "turbo3", 100) == 2 * 100 * 9 * 26
+    assert h.cache_bytes("f16", "f16", 100) == 2 * 100 * 576 * 2
+    h = replace(h, head_dim_k=512, head_dim_v=448)         # 128 divides the key, but not the part of it that is the value
+    assert h.block_dims == (64, 64) and h.cache_bytes("turbo3", "turbo3", 100) == 2 * 100 * 8 * 26
 
 
 def test_sliding_window_gives_a_lower_bound(tmp_path):
@@ -73,4 +78,13 @@ def test_missing_and_foreign_files(tmp_path):
         read_header(tmp_path)
     (tmp_path / "x.gguf").write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ModelFileError, match="no GGUF"):
+        read_header(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("version, words", [((9).to_bytes(4, "little"), "GGUF version 9, and this llama.cpp reads 2 and 3"),
+                                            ((1).to_bytes(4, "little"), "GGUF version 1"),
+                                            ((3).to_bytes(4, "big"), "big-endian GGUF file; turn it with: gguf-convert-endian")])
+def test_other_versions_and_byte_orders(tmp_path, tiny_model, version, words):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + version + tiny_model(64).read_bytes()[8:])
+    with pytest.raises(ModelFileError, match=words):
         read_header(tmp_path / "x.gguf")

@@ -47,7 +47,7 @@ def test_each_head_size_gets_its_member(load, tiny_model, head_dim, member):
         assert context.info().types == {(member, member): 2}
 
 
-@pytest.mark.parametrize("wrong", ["turbo5", "", "Q8_0", ("turbo3", "none")])
+@pytest.mark.parametrize("wrong", ["turbo5", "", "Q8_0", "turbo3_64", ("turbo3", "none")])
 def test_wrong_name_lists_the_valid_ones(load, wrong):
     with pytest.raises(ValueError) as error:
         load(kv_type=wrong)
@@ -164,8 +164,13 @@ def test_damaged_state_is_refused_and_the_model_goes_on(load):
 @pytest.mark.parametrize("wrong", [-1, 4, 50, 245, 999])
 @pytest.mark.parametrize("which", ["type_k", "type_v"])
 def test_ids_that_are_no_type_are_refused(load, which, wrong):
-    with pytest.raises(ValueError, match=f"no type of id {wrong}; use kv_type"):
+    with pytest.raises(ValueError, match=f"{wrong} is no id of a cache type; use kv_type"):
         load(flash_attn=True, **{which: wrong})
+
+
+def test_id_of_a_block_layout_is_refused(load):
+    with pytest.raises(ValueError, match="turbo3_80 is a block layout"):
+        load(type_k=IDS["turbo3_80"])
 
 
 @pytest.mark.parametrize("wrong", [3, b"turbo3", {"k": "turbo3", "v": "turbo3"}, {"turbo3", "turbo2"}])

@@ -20,6 +20,16 @@ def test_unknown_type(option):
     assert complaint([option, "turbo5"]).startswith("unknown cache type 'turbo5'; valid: turbo2, turbo3, turbo4")
 
 
+@pytest.mark.parametrize("option", ["-ctk", "--cache-type-v", "--cache-type-k-draft"])
+def test_option_without_a_value(option):
+    assert complaint(["-m", "x.gguf", option]).startswith(f"{option} needs a value: turbo2, turbo3, turbo4, f32")
+    assert complaint(["-m"]) == "-m needs a value"
+
+
+def test_block_layouts_are_no_names():
+    assert "turbo3_80 is a block layout" in complaint(["-ctk", "turbo3_80"])
+
+
 def test_unknown_type_in_a_list():
     assert "'turbo9'" in complaint(["-ctk", "f16,turbo9"])
 
@@ -67,7 +77,8 @@ def test_head_size_without_a_block(tiny_model):
 
 
 def test_context_larger_than_memory(smollm2):
-    assert "GiB of memory are free" in complaint(["-m", str(smollm2), "-c", "2000000000", "-ctk", "turbo2", "-ctv", "turbo2", "-ngl", "0"])
+    message = complaint(["-m", str(smollm2), "-c", "2000000000", "-ctk", "turbo2", "-ctv", "turbo2", "-ngl", "0"])
+    assert "GiB of memory are free; use -c " in message and "n_ctx" not in message
 
 
 def test_the_last_of_repeated_options_counts():

@@ -3,7 +3,7 @@ import pytest
 
 import pykvq
 from pykvq.formats import FAMILIES, TYPES
-from pykvq.support import KERNELS, UPSTREAM, VALID_NAMES, effective_type, row_bytes, supports, type_id, type_name
+from pykvq.support import KERNELS, VALID_NAMES, effective_type, family_of, row_bytes, supports, type_id, type_name
 
 
 @pytest.mark.parametrize("head_dim, block", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 64), (256, 128),
@@ -28,9 +28,11 @@ def test_pair_of_head_sizes():
     assert "72" in supports("turbo2", (128, 72)).reason
 
 
-def test_members_name_their_family():
-    assert supports("turbo3_64", 128).ok and effective_type("turbo3_64", 128) == "turbo3"
-    assert effective_type("turbo3", 64) == "turbo3_64"
+def test_members_are_found_not_named():
+    assert effective_type("turbo3", 64) == "turbo3_64" and family_of("turbo3_64") == "turbo3"
+    for query in (lambda: supports("turbo3_64", 64), lambda: type_id("turbo3_80")):
+        with pytest.raises(ValueError, match="block layout, which the cache picks by head size.; valid: turbo2, turbo3"):
+            query()
 
 
 def test_types_of_llama_cpp_follow_its_block_of_32():
@@ -62,8 +64,9 @@ def test_unknown_backend():
 
 
 def test_ids_and_names_are_inverse():
-    for name in (*UPSTREAM, *TYPES):
+    for name in VALID_NAMES:
         assert type_name(type_id(name)) == name
+    assert all(type_name(t.id) == t.name for t in TYPES.values())
     assert type_name(77) == "type 77"
 
 

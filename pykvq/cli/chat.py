@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pykvq.cli.errors import InputError
-from pykvq.cli.model import KvType, model_argument, model_path, pair_name
+from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name
 from pykvq.cli.output import Output, common
 
 
@@ -92,6 +92,7 @@ def chat(out: Output, model: Path | None, kv_type: tuple[str, str], ctx: int, sy
 
     from pykvq.engine import quiet_log
     quiet_log()
+    check_input(out, path, [kv_type], ctx, gpu_layers)
     llm = Llama(str(path), kv_type=kv_type, n_ctx=ctx, seed=seed, n_threads=threads or os.cpu_count(), n_gpu_layers=gpu_layers, verbose=False)
     info = llm.kv_cache_info()
     out.note(f"{path.name}, {pair_name(kv_type)}, context {ctx}: {info}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pykvq.cli.model import KvType, model_argument, model_path, pair_name
+from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name
 from pykvq.cli.output import Output, common, mebibytes, table
 
 DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q4_0")
@@ -34,15 +34,10 @@ def compare(out: Output, model: Path | None, kv_types: tuple, prompt: str, ctx: 
     path = model_path(model)
     from pykvq import comparison
     from pykvq.engine import Model, quiet_log
-    from pykvq.gguf_header import read_header
-    from pykvq.llama_glue import check_cache
-    from pykvq.support import type_id
     quiet_log()
     pairs = list(dict.fromkeys(kv_types or [(name, name) for name in DEFAULT_TYPES]))
     pairs = [pair for pair in pairs if pair != ("f16", "f16")]
-    header = read_header(path)
-    for k, v in [("f16", "f16"), *pairs]:        # refuse before the first minute of work, not after it
-        check_cache(header, type_id(k), type_id(v), ctx, cache_on_host=not gpu_layers)
+    check_input(out, path, [("f16", "f16"), *pairs], ctx, gpu_layers)
     with Model(path, gpu_layers) as loaded, out.progress(comparison.steps(pairs)) as step:
         out.note(f"{loaded.header.name}, context {ctx}, decode speed at depth {depth}")
         results = comparison.compare(loaded, loaded.chat_tokens(prompt), pairs, n_ctx=ctx, max_tokens=max_tokens, depth=depth, threads=threads,

