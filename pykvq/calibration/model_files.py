@@ -4,6 +4,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from gguf import GGMLQuantizationType
+
 from pykvq.fingerprint import fnv1a64
 from pykvq.gguf_file import GgufFile
 from pykvq.gguf_header import ModelFileError
@@ -33,13 +35,15 @@ def sidecar_path(path: Path) -> Path:
 def fingerprint(path: Path) -> str:
     """Hash of architecture and norm weights, the same for every quantisation of a model, because norms stay float32.
 
-    FNV-1a over the architecture's name, the bytes of blk.N.attn_norm.weight for every layer that has one, and of output_norm.weight.
+    FNV-1a over the architecture's name, the float32 bytes of blk.N.attn_norm.weight for every layer that has one, and of
+    output_norm.weight. The libraries compute the same when they load a model.
     """
     files = [GgufFile(p) for p in splits(path)]
     arch = files[0].get("general.architecture", "")
-    names = [f"blk.{i}.attn_norm.weight" for i in range(files[0].get(f"{arch}.block_count", 0))] + ["output_norm.weight"]
-    data = [f.tensor_data(name) for name in names for f in files if name in f.tensors]
-    return fnv1a64(arch.encode() + b"".join(data))
+    layers = files[0].get(f"{arch}.block_count", 0) - files[0].get(f"{arch}.nextn_predict_layers", 0)      # draft layers come last
+    names = [f"blk.{i}.attn_norm.weight" for i in range(layers)] + ["output_norm.weight"]
+    norms = [f.tensor_data(name) for name in names for f in files if name in f.tensors and f.tensors[name].type == GGMLQuantizationType.F32]
+    return fnv1a64(arch.encode() + b"".join(norms))
 
 
 def tensor(path: Path, name: str) -> bytes | None:

@@ -27,11 +27,8 @@ def inspect(out: Output, model: Path, picture: Path | None) -> None:
     from pykvq.calibration.metadata import current, decode
     from pykvq.calibration.model_files import fingerprint, sidecar_path
     from pykvq.gguf_file import GgufFile
-    file = GgufFile(model)
+    file = GgufFile(sidecar_path(model) if sidecar_path(model).is_file() else model)         # the order in which a load looks
     data = decode(file)
-    if data is None and sidecar_path(model).is_file():
-        file = GgufFile(sidecar_path(model))
-        data = decode(file)
     if data is None:
         if out.as_json:
             out.data({"model": str(model), "embedded": False})
