@@ -40,7 +40,7 @@ function(kvq_attach upstream)
 
     # The reference defines the codec bit for bit, and a fused multiply-add rounds differently.
     if(NOT MSVC)
-        set_property(SOURCE ${KVQ_DIR}/base/kvq-reference.c TARGET_DIRECTORY ggml-base
+        set_property(SOURCE ${KVQ_DIR}/base/kvq-reference.c ${KVQ_DIR}/base/kvq-tiered.c TARGET_DIRECTORY ggml-base
             APPEND PROPERTY COMPILE_OPTIONS -ffp-contract=off)
         set_property(SOURCE ${KVQ_DIR}/cpu/kvq-quantize.cpp TARGET_DIRECTORY ggml-cpu
             APPEND PROPERTY COMPILE_OPTIONS -ffp-contract=off)

@@ -3,18 +3,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pykvq.formats import BLOCKS, FAMILIES, TYPES
+from pykvq.formats import BLOCKS, FAMILIES, TIERED, TYPES
 
 # Cache types of llama.cpp itself: ggml id, values per block, bytes per block (the list of --cache-type-k).
 UPSTREAM = {"f32": (0, 1, 4), "f16": (1, 1, 2), "bf16": (30, 1, 2), "q8_0": (8, 32, 34), "q4_0": (2, 32, 18), "q4_1": (3, 32, 20),
             "iq4_nl": (20, 32, 18), "q5_0": (6, 32, 22), "q5_1": (7, 32, 24)}
 
 # Families that each backend has kernels for (cache write, dequantise, flash attention at every declared block size).
-KERNELS = {"cpu": frozenset(FAMILIES), "cuda": frozenset(FAMILIES), "metal": frozenset(), "vulkan": frozenset()}
+OURS = (*FAMILIES, *TIERED)
+KERNELS = {"cpu": frozenset(OURS), "cuda": frozenset(FAMILIES), "metal": frozenset(), "vulkan": frozenset()}
 
 IDS = {name: row[0] for name, row in UPSTREAM.items()} | {name: t.id for name, t in TYPES.items()}
 NAMES = {i: name for name, i in IDS.items()}
-VALID_NAMES = (*FAMILIES, *UPSTREAM)            # what users type; the cache picks members such as turbo3_64 by itself
+VALID_NAMES = (*OURS, *UPSTREAM)            # what users type; the cache picks members such as turbo3_64 by itself
 
 
 class Support(NamedTuple):
@@ -97,7 +98,7 @@ def supports(name: str, head_dim: int | tuple[int, int], backend: str = "cpu") -
         _fit(name, heads)
     except ValueError as error:
         return Support(False, str(error), _alternative(heads, backend))
-    if name in FAMILIES and name not in KERNELS[backend]:
+    if name in OURS and name not in KERNELS[backend]:
         return Support(False, f"the {backend} backend has no kernels for {name}",
                        "keep the cache on the CPU (--no-kv-offload, offload_kqv=False) or use f16 or q8_0")
     return Support(True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pykvq.fingerprint import fnv1a64
-from pykvq.formats import ACTIVATION_IDS, CODEBOOK, FAMILIES, SIGNS, TYPE_COUNT, TYPES
+from pykvq.formats import ACTIVATION_IDS, CODEBOOK, FAMILIES, SIGNS, TIERED, TYPE_COUNT, TYPES
 from pykvq.launch import executable
 from pykvq.support import UPSTREAM, VALID_NAMES
 
@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Saved sequence states carry these numbers: this table may grow but never change.
 FROZEN = {"turbo2_64": 220, "turbo2_80": 221, "turbo2_96": 222, "turbo2_112": 223, "turbo2": 224,
           "turbo3_64": 225, "turbo3_80": 226, "turbo3_96": 227, "turbo3_112": 228, "turbo3": 229,
-          "turbo4_64": 230, "turbo4_80": 231, "turbo4_96": 232, "turbo4_112": 233, "turbo4": 234}
-FROZEN_BYTES = {64: (18, 26, 34), 80: (22, 32, 42), 96: (26, 38, 50), 112: (30, 44, 58), 128: (34, 50, 66)}
+          "turbo4_64": 230, "turbo4_80": 231, "turbo4_96": 232, "turbo4_112": 233, "turbo4": 234,
+          "oscar2_64": 235, "oscar2_80": 236, "oscar2_96": 237, "oscar2_112": 238, "oscar2": 239}
+FROZEN_BYTES = {64: (18, 26, 34, 18), 80: (22, 32, 42, 22), 96: (26, 38, 50, 26), 112: (30, 44, 58, 30), 128: (34, 50, 66, 34)}
 
 
 def test_ids_are_frozen():
@@ -39,6 +40,7 @@ def test_fnv1a64_published_vectors(text, value):
 def test_codebook_is_the_fingerprint_of_the_tables_in_python_and_c():
     signs = f"{int(''.join('1' if s < 0 else '0' for s in SIGNS), 2):032x}"
     lines = [f"{f.name} {f.bits} {','.join(map(str, f.levels))}" for _, f in sorted(FAMILIES.items())]
+    lines += [f"{f.name} 1/{t.part} {t.bits} {','.join(str(c) for row in t.levels for c in row)}" for _, f in sorted(TIERED.items()) for t in f.tiers]
     assert CODEBOOK == fnv1a64("\n".join([*lines, f"signs {signs}"]).encode())
     assert f'#define KVQ_CODEBOOK "{CODEBOOK}"' in (ROOT / "ggml_kernels/include/kvq-types.h").read_text()
 
@@ -67,7 +69,7 @@ def test_help_of_llama_server_names_the_same_types(program, option):
     assert sorted(re.findall(r"\w+", section)) == sorted(VALID_NAMES)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "q8_0", "f16", "iq4_nl"])
+@pytest.mark.parametrize("name", [*FAMILIES, *TIERED, "q8_0", "f16", "iq4_nl"])
 def test_llama_bench_parses_every_family(name):
     """The program behind the console script: an unknown type is an invalid parameter; a known one gets as far as the missing model."""
     run = lambda t: subprocess.run([executable("llama-bench"), "-m", "/nonexistent.gguf", "-ctk", t, "-ctv", t], capture_output=True, text=True)

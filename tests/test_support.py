@@ -2,13 +2,13 @@
 import pytest
 
 import pykvq
-from pykvq.formats import FAMILIES, TYPES
-from pykvq.support import KERNELS, VALID_NAMES, effective_type, family_of, row_bytes, supports, type_id, type_name
+from pykvq.formats import TYPES
+from pykvq.support import KERNELS, OURS, VALID_NAMES, effective_type, family_of, row_bytes, supports, type_id, type_name
 
 
 @pytest.mark.parametrize("head_dim, block", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 64), (256, 128),
                                              (320, 64), (512, 128), (576, 64)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OURS)
 def test_every_declared_head_size_has_a_member_without_padding(family, head_dim, block):
     assert pykvq.supports(family, head_dim) == (True, "", "")
     assert pykvq.block_for(family, head_dim) == block
@@ -42,7 +42,7 @@ def test_types_of_llama_cpp_follow_its_block_of_32():
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OURS)
 def test_backends_say_ok_only_for_declared_kernels(backend, family):
     ok, reason, fix = supports(family, 128, backend)
     assert ok == (family in KERNELS[backend])

@@ -30,7 +30,7 @@ def declared() -> dict:
     """The parsed declaration, with the block keys as integers."""
     spec = tomllib.loads((ROOT / "ggml_kernels/formats/formats.toml").read_text())
     spec["paley"] = {int(n): m for n, m in spec["paley"].items()}
-    for group in (*spec["family"].values(), *spec["activation"].values()):
+    for group in (*spec["family"].values(), *spec["tiered"].values(), *spec["activation"].values()):
         group["ids"] = {int(n): i for n, i in group["ids"].items()}
     return spec
 
@@ -57,26 +57,40 @@ def sign_bits(spec: dict) -> list[int]:
     return [(value >> (127 - i)) & 1 for i in range(128)]
 
 
+def members(spec: dict) -> list[tuple[str, int, int, int, int]]:
+    """Every cache type as (family, ggml id, code, bits per value, block); a turbo family's code is its bits."""
+    rows = [(f, i, v["bits"], v["bits"], n) for f, v in spec["family"].items() for n, i in v["ids"].items()]
+    for f, v in spec["tiered"].items():
+        bits = sum(t["bits"] * 4 // t["part"] for t in v["tiers"]) // 4
+        rows += [(f, i, v["code"], bits, n) for n, i in v["ids"].items()]
+    return rows
+
+
 def codebook(spec: dict) -> str:
     """Fingerprint of what a code means: families, bits, levels and signs. Calibrated data carry it and belong to it."""
     lines = [f"{name} {v['bits']} {','.join(map(str, levels_of(v)))}" for name, v in sorted(spec["family"].items())]
+    lines += [f"{name} 1/{t['part']} {t['bits']} {','.join(map(str, tier_levels(v, t).ravel()))}"
+              for name, v in sorted(spec["tiered"].items()) for t in v["tiers"]]
     return fnv1a64("\n".join([*lines, f"signs {spec['signs'].lower()}"]).encode())
 
 
 def c_types(spec: dict) -> str:
     """kvq-types.h: the enum entries and the lists that patches and kernels expand."""
     out = [f"// {NOTE}", "#pragma once", "", "// entries of enum ggml_type", "#define KVQ_GGML_TYPE_ENUM \\"]
-    entries = [f"    GGML_TYPE_{f.upper()}_{n} = {i}," for f, v in spec["family"].items() for n, i in v["ids"].items()]
+    entries = [f"    GGML_TYPE_{f.upper()}_{n} = {i}," for f, i, _, _, n in members(spec)]
     entries += [f"    GGML_TYPE_{a.upper()}_{n} = {i}," for a, v in spec["activation"].items() for n, i in v["ids"].items()]
     out += [e + " \\" for e in entries[:-1]] + [entries[-1], "", f"#define KVQ_GGML_TYPE_COUNT {spec['type_count']}", ""]
-    out += ["// cache types: X(enum suffix, function suffix, ggml name, family, bits per code, values per block, bytes per block)",
-            "#define KVQ_FOR_EACH_CACHE_TYPE(X) \\"]
-    rows = [f'    X({f.upper()}_{n}, {f}_{n}, "{member_name(f, n)}", {f.upper()}, {v["bits"]}, {n}, {block_bytes(v["bits"], n)})'
-            for f, v in spec["family"].items() for n in v["ids"]]
-    out += [r + " \\" for r in rows[:-1]] + [rows[-1], ""]
-    out += ["// families: X(enum suffix of the member that names the family, ggml name, bits per code)",
-            "#define KVQ_FOR_EACH_FAMILY(X) \\"]
-    rows = [f'    X({f.upper()}_128, "{f}", {v["bits"]})' for f, v in spec["family"].items()]
+    out += [f"// code of {f}: " + ", ".join(f"{t['bits']} bits for n/{t['part']} values" for t in v["tiers"]) + f"\n#define KVQ_TIERED {v['code']}"
+            for f, v in spec["tiered"].items()]
+    for kind, what in (("family", "TURBO"), ("tiered", "TIERED")):
+        out += ["", f"// {what.lower()} types: X(enum suffix, function suffix, ggml name, family, code, values per block, bytes per block)",
+                f"#define KVQ_FOR_EACH_{what}_TYPE(X) \\"]
+        rows = [f'    X({f.upper()}_{n}, {f}_{n}, "{member_name(f, n)}", {f.upper()}, {code}, {n}, {block_bytes(bits, n)})'
+                for f, _, code, bits, n in members(spec) if f in spec[kind]]
+        out += [r + " \\" for r in rows[:-1]] + [rows[-1]]
+    out += ["", "// all of them", "#define KVQ_FOR_EACH_CACHE_TYPE(X) KVQ_FOR_EACH_TURBO_TYPE(X) KVQ_FOR_EACH_TIERED_TYPE(X)", ""]
+    out += ["// families: X(enum suffix of the member that names the family, ggml name, code)", "#define KVQ_FOR_EACH_FAMILY(X) \\"]
+    rows = [f'    X({f.upper()}_128, "{f}", {code})' for f, _, code, _, n in members(spec) if n == 128]
     out += [r + " \\" for r in rows[:-1]] + [rows[-1], ""]
     out += ["// activation types: X(enum suffix, function suffix, ggml name, values per block, bytes per block)",
             "#define KVQ_FOR_EACH_ACTIVATION_TYPE(X) \\"]
@@ -99,10 +113,34 @@ def table_rows(spec: dict) -> dict:
     """What C, CUDA and Python tables hold in common: thresholds, levels, scales, signs and Paley rows."""
     families = {}
     for name, v in spec["family"].items():
-        c = lloyd_max(v["bits"])
-        edges, levels = (c[1:] + c[:-1]) / 2, levels_of(v)
+        edges, levels = lloyd_max_edges(v["bits"]), levels_of(v)
         families[name] = {"bits": v["bits"], "levels": levels, "thresholds": edges, "scale": gain_of_levels(levels, edges)}
     return families
+
+
+def lloyd_max_edges(bits: int) -> np.ndarray:
+    """Thresholds between the centroids of N(0, 1); shape [2**bits - 1]."""
+    c = lloyd_max(bits)
+    return (c[1:] + c[:-1]) / 2
+
+
+def tier_scale(tiered: dict) -> float:
+    """int8 units per sigma, which the first tier's table sets."""
+    first = tiered["tiers"][0]
+    return gain_of_levels(levels_of(first), lloyd_max_edges(first["bits"]))
+
+
+def tier_levels(tiered: dict, tier: dict) -> np.ndarray:
+    """int8 centroids of a tier, one row for every spread it may have; shape [len(ratios), 2**bits]."""
+    if "levels" in tier:
+        return levels_of(tier)[None]
+    return np.rint(tier_scale(tiered) * np.outer(tier["ratios"], lloyd_max(tier["bits"]))).astype(int)
+
+
+def ratio_edges(ratios: list[float]) -> np.ndarray:
+    """Where one spread gives way to the next: their geometric means."""
+    r = np.array(ratios)
+    return np.sqrt(r[1:] * r[:-1])
 
 
 def c_tables(spec: dict) -> str:
@@ -114,6 +152,18 @@ def c_tables(spec: dict) -> str:
                 f"static const int8_t KVQ_LEVELS_{b}[{1 << b}] = {{ {', '.join(map(str, t['levels']))} }};",
                 f"static const float KVQ_THRESHOLDS_{b}[{(1 << b) - 1}] = {{ {', '.join(map(f32, t['thresholds']))} }};",
                 f"#define KVQ_SCALE_{b} {f32(t['scale'])}", ""]
+    for name, v in spec["tiered"].items():
+        out += [f"// {name}, by bits of the tier: int8 levels of every choice of spread, thresholds in sigmas; spreads relative to the",
+                "// first tier, edges between them; int8 units per sigma of the first tier"]
+        for t in v["tiers"]:
+            b, edges, ratios = t["bits"], lloyd_max_edges(t["bits"]), t.get("ratios", [1.0])
+            levels = tier_levels(v, t)
+            out += [f"static const int8_t KVQ_TIER_LEVELS_{b}[{levels.size}] = {{ {', '.join(map(str, levels.ravel()))} }};",
+                    f"static const float KVQ_TIER_THRESHOLDS_{b}[{(1 << b) - 1}] = {{ {', '.join(map(f32, edges))} }};"]
+            if len(ratios) > 1:
+                out += [f"static const float KVQ_TIER_RATIOS_{b}[{len(ratios)}] = {{ {', '.join(map(f32, ratios))} }};",
+                        f"static const float KVQ_TIER_EDGES_{b}[{len(ratios) - 1}] = {{ {', '.join(map(f32, ratio_edges(ratios)))} }};"]
+        out += [f"#define KVQ_TIER_SCALE {f32(tier_scale(v))}", ""]
     signs = sign_bits(spec)
     out += ["// signs of the Hadamard rotation; a block of n values uses the first n", "static const float KVQ_SIGNS[128] = {"]
     out += ["    " + " ".join("-1.0f," if s else "+1.0f," for s in signs[i:i + 16]) for i in range(0, 128, 16)] + ["};", ""]
@@ -138,6 +188,13 @@ def python_tables(spec: dict) -> str:
            "@dataclass(frozen=True)", "class Family:",
            '    """What a user names: int8 `levels`, `thresholds` between them in sigmas, `scale` int8 units per sigma."""',
            "    name: str", "    bits: int", "    levels: tuple[int, ...]", "    thresholds: tuple[float, ...]", "    scale: float", "", "",
+           "@dataclass(frozen=True)", "class Tier:",
+           '    """block / `part` values of `bits` bits. `levels` has a row for each of the `ratios` (spread relative to the first tier)."""',
+           "    part: int", "    bits: int", "    levels: tuple[tuple[int, ...], ...]", "    thresholds: tuple[float, ...]",
+           "    ratios: tuple[float, ...]", "    edges: tuple[float, ...]", "", "",
+           "@dataclass(frozen=True)", "class TieredFamily:",
+           '    """A calibrated family: coordinates in descending importance, cut into tiers; `scale` int8 units per sigma in all of them."""',
+           "    name: str", "    tiers: tuple[Tier, ...]", "    scale: float", "", "",
            f"BLOCKS = {tuple(spec['blocks'])}      # in the order in which the cache tries them",
            f"PALEY = {spec['paley']}",
            f"SIGNS = {tuple(-1 if s else 1 for s in sign_bits(spec))}",
@@ -145,9 +202,16 @@ def python_tables(spec: dict) -> str:
            f'CODEBOOK = "{codebook(spec)}"      # fingerprint of families, bits, levels and signs', "", "FAMILIES = {"]
     out += [f'    "{n}": Family("{n}", {t["bits"]}, {tuple(int(x) for x in t["levels"])},\n'
             f'        ({", ".join(f"{x:.15g}" for x in t["thresholds"])}), {t["scale"]:.15g}),' for n, t in fam.items()]
+    out += ["}", "", "TIERED = {"]
+    for name, v in spec["tiered"].items():
+        tiers = [f'        Tier({t["part"]}, {t["bits"]}, {tuple(map(tuple, tier_levels(v, t).tolist()))},\n'
+                 f'             ({", ".join(f"{x:.15g}" for x in lloyd_max_edges(t["bits"]))},),\n'
+                 f'             {tuple(t.get("ratios", [1.0]))}, {tuple(round(float(x), 12) for x in ratio_edges(t.get("ratios", [1.0])))}),'
+                 for t in v["tiers"]]
+        out += [f'    "{name}": TieredFamily("{name}", (', *tiers, f"    ), {tier_scale(v):.15g}),"]
     out += ["}", "", "TYPES = {"]
-    out += [f'    "{member_name(f, n)}": CacheType("{member_name(f, n)}", "{f}", {i}, {v["bits"]}, {n}, {block_bytes(v["bits"], n)}),'
-            for f, v in spec["family"].items() for n, i in v["ids"].items()]
+    out += [f'    "{member_name(f, n)}": CacheType("{member_name(f, n)}", "{f}", {i}, {bits}, {n}, {block_bytes(bits, n)}),'
+            for f, i, _, bits, n in members(spec)]
     out += ["}", "", "ACTIVATION_IDS = " + repr({f"{a}_{n}": i for a, v in spec["activation"].items() for n, i in v["ids"].items()}), ""]
     return "\n".join(out)
 

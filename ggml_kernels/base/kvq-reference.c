@@ -1,4 +1,4 @@
-// Scalar reference of the cache codecs: the definition that every SIMD, CUDA and Metal kernel is tested against.
+// Scalar reference of the turbo codecs: the definition that every SIMD, CUDA and Metal kernel is tested against.
 // Bit-exact with pykvq/codecs/turbo.py, so compile it without contraction of multiply-adds.
 #include "kvq.h"
 #include "kvq-tables.h"
@@ -16,14 +16,9 @@
 
 // ---- rotation ----
 
-// order of the Paley factor of H_n, 1 for a power of two
+// order of the Paley factor of H_n, 1 for a power of two; also for the n/4 and n/2 of the tiers of a block
 static int paley_order(int n) {
-    switch (n) {
-        case  80: return 20;
-        case  96: return 12;
-        case 112: return 28;
-        default:  return 1;
-    }
+    return n % 5 == 0 ? 20 : n % 3 == 0 ? 12 : n % 7 == 0 ? 28 : 1;
 }
 
 static const uint32_t * paley_rows(int m) {
@@ -253,7 +248,7 @@ static void dequantize_activation(const void * in, float * x, int64_t k, int n) 
 #define DEFINE_CACHE_TYPE(E, F, NAME, FAMILY, BITS, N, BYTES) \
     void kvq_quantize_row_##F##_ref(const float * x, void * y, int64_t k) { quantize_rows  (x, y, k, BITS, N); } \
     void kvq_dequantize_row_##F    (const void * x, float * y, int64_t k) { dequantize_rows(x, y, k, BITS, N); }
-KVQ_FOR_EACH_CACHE_TYPE(DEFINE_CACHE_TYPE)
+KVQ_FOR_EACH_TURBO_TYPE(DEFINE_CACHE_TYPE)
 
 #define DEFINE_ACTIVATION_TYPE(E, F, NAME, N, BYTES) \
     void kvq_quantize_row_##F##_ref(const float * x, void * y, int64_t k) { quantize_activation  (x, y, k, N); } \

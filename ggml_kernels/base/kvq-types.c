@@ -3,9 +3,9 @@
 
 #include <string.h>
 
-int kvq_bits(enum ggml_type type) {
+int kvq_code(enum ggml_type type) {
     switch ((int) type) {
-#define CASE(E, F, NAME, FAMILY, BITS, N, BYTES) case GGML_TYPE_##E: return BITS;
+#define CASE(E, F, NAME, FAMILY, CODE, N, BYTES) case GGML_TYPE_##E: return CODE;
         KVQ_FOR_EACH_CACHE_TYPE(CASE)
 #undef CASE
         default: return 0;
@@ -13,22 +13,26 @@ int kvq_bits(enum ggml_type type) {
 }
 
 bool kvq_is_cache_type(enum ggml_type type) {
-    return kvq_bits(type) != 0;
+    return kvq_code(type) != 0;
 }
 
-static enum ggml_type member(int bits, int n) {
-#define CASE(E, F, NAME, FAMILY, BITS, N, BYTES) if (bits == BITS && n == N) return GGML_TYPE_##E;
+int kvq_bits(enum ggml_type type) {
+    return kvq_code(type) == KVQ_TIERED ? 0 : kvq_code(type);
+}
+
+static enum ggml_type member(int code, int n) {
+#define CASE(E, F, NAME, FAMILY, CODE, N, BYTES) if (code == CODE && n == N) return GGML_TYPE_##E;
     KVQ_FOR_EACH_CACHE_TYPE(CASE)
 #undef CASE
     return GGML_TYPE_COUNT;
 }
 
 enum ggml_type kvq_type_for_head(enum ggml_type type, int64_t head_dim) {
-    const int bits = kvq_bits(type);
-    if (bits == 0) {
+    const int code = kvq_code(type);
+    if (code == 0) {
         return type;
     }
-#define TRY(N) if (head_dim > 0 && head_dim % N == 0) return member(bits, N);
+#define TRY(N) if (head_dim > 0 && head_dim % N == 0) return member(code, N);
     KVQ_FOR_EACH_BLOCK(TRY)
 #undef TRY
     return GGML_TYPE_COUNT;
@@ -40,15 +44,15 @@ int kvq_block_for_head(enum ggml_type type, int64_t head_dim) {
 }
 
 enum ggml_type kvq_type_from_name(const char * name) {
-#define CASE(E, NAME, BITS) if (strcmp(name, NAME) == 0) return GGML_TYPE_##E;
+#define CASE(E, NAME, CODE) if (strcmp(name, NAME) == 0) return GGML_TYPE_##E;
     KVQ_FOR_EACH_FAMILY(CASE)
 #undef CASE
     return GGML_TYPE_COUNT;
 }
 
 const char * kvq_family_name(enum ggml_type type) {
-    switch (kvq_bits(type)) {
-#define CASE(E, NAME, BITS) case BITS: return NAME;
+    switch (kvq_code(type)) {
+#define CASE(E, NAME, CODE) case CODE: return NAME;
         KVQ_FOR_EACH_FAMILY(CASE)
 #undef CASE
         default: return ggml_type_name(type);

@@ -5,8 +5,8 @@
 // sees has a null pointer and costs nothing; the logits of hidden tokens are unspecified, their weights zero.
 #pragma once
 
-#include "kvq-codes.h"
 #include "kvq-rotate.h"
+#include "kvq-tiered.h"
 
 namespace kvq {
 
@@ -30,7 +30,7 @@ template <int BYTES> static inline void prefetch(const uint8_t * block, size_t a
 // ---- packed keys ----
 
 // levels, magnitudes and scales of the block at `offset` of each token
-template <int BITS, int N>
+template <int CODE, int N>
 static void unpack_keys(const uint8_t * const * token, size_t offset, int n, size_t ahead, int8_t * level, int8_t * magnitude, uint16_t * d) {
     for (int t = 0; t < n; t++) {
         if (!token[t]) {
@@ -38,9 +38,9 @@ static void unpack_keys(const uint8_t * const * token, size_t offset, int n, siz
             continue;
         }
         const uint8_t * block = token[t] + offset;
-        prefetch<block_bytes<BITS, N>>(block, ahead);
-        unpack<BITS, N>(block, level + t*tile_stride<N>, magnitude + t*tile_stride<N>);
-        d[t] = block_scale_bits<BITS, N>(block);
+        prefetch<block_bytes<CODE, N>>(block, ahead);
+        unpack_block<CODE, N>(block, level + t*tile_stride<N>, magnitude + t*tile_stride<N>);
+        d[t] = block_scale_bits<CODE, N>(block);
     }
 }
 
@@ -121,13 +121,13 @@ static inline void add_row_block(const int8_t * value, int n_value, const int16_
     }
 }
 
-template <int BITS, int N>
+template <int CODE, int N>
 static inline void unpack_values(const uint8_t * const * token, size_t offset, int n, int8_t * value) {
     for (int t = 0; t < n; t += 2) {
         const uint8_t * first = token[t], * second = token[t + 1];
         if (first || second) {
             // the weight of a missing partner is zero
-            unpack_pair<BITS, N>((first ? first : second) + offset, (second ? second : first) + offset, value + t*N);
+            unpack_block_pair<CODE, N>((first ? first : second) + offset, (second ? second : first) + offset, value + t*N);
         }
     }
 }
@@ -179,11 +179,11 @@ static inline void add_row_block(const int8_t * value, int n_value, const int16_
     }
 }
 
-template <int BITS, int N>
+template <int CODE, int N>
 static inline void unpack_values(const uint8_t * const * token, size_t offset, int n, int8_t * value) {
     for (int t = 0; t < n; t++) {
         if (token[t]) {
-            unpack<BITS, N>(token[t] + offset, value + t*N, nullptr);
+            unpack_block<CODE, N>(token[t] + offset, value + t*N, nullptr);
         }
     }
 }
@@ -191,15 +191,15 @@ static inline void unpack_values(const uint8_t * const * token, size_t offset, i
 #endif
 
 // acc[r] = acc[r]*alpha[r] + beta[r] * sum over t of weight[r][t] * d[t] * level[t], for weights in [0, 1]
-template <int BITS, int N>
+template <int CODE, int N>
 static void add_values(const uint8_t * const * token, size_t offset, int n, size_t ahead, const float * weight, const float * alpha,
                        const float * beta, int rows, float * acc, size_t stride, int8_t * value, int16_t * fixed) {
     uint16_t bits[TILE];
     for (int t = 0; t < n; t++) {
         bits[t] = 0;
         if (token[t]) {
-            bits[t] = block_scale_bits<BITS, N>(token[t] + offset);
-            prefetch<block_bytes<BITS, N>>(token[t] + offset, ahead);
+            bits[t] = block_scale_bits<CODE, N>(token[t] + offset);
+            prefetch<block_bytes<CODE, N>>(token[t] + offset, ahead);
         }
     }
     const f32x16 finite = set1(65520.0f), zero = set1(0.0f);
@@ -225,7 +225,7 @@ static void add_values(const uint8_t * const * token, size_t offset, int n, size
         }
         scale[r] = any ? beta[r]*(top*(1.0f/32767.0f)) : 0.0f;
     }
-    unpack_values<BITS, N>(token, offset, n, value);
+    unpack_values<CODE, N>(token, offset, n, value);
     for (int r = 0; r < rows; ) {
         const int left = rows - r;
 #define KVQ_ROWS(R) add_row_block<R>(value, N, fixed + r*TILE, n, alpha + r, scale + r, acc + r*stride, stride); r += R
@@ -252,7 +252,8 @@ struct packed_kernels {
                         size_t query_stride, const float * unit, size_t unit_stride, int rows, float * logit, bool add_to);
     void  (*add_values)(const uint8_t * const * token, size_t offset, int n, size_t ahead, const float * weight, const float * alpha,
                         const float * beta, int rows, float * acc, size_t stride, int8_t * value, int16_t * fixed);
-    void  (*unrotate)(const float * y, float factor, float * x);
+    float value_unit;   // the same with the norm of the rotation, for sums of values
+    void  (*finish)(const float * y, float factor, float * x);   // a block of such a sum to plain values
 };
 
 // ---- float keys and values, for a partner of another type ----

@@ -2,11 +2,14 @@
 #pragma once
 
 #include "kvq-simd.h"
-#include "kvq-tables.h"
+#include "kvq-tiers.h"
+#include "kvq-types.h"
 
 namespace kvq {
 
-template <int BITS, int N> constexpr int block_bytes = N*BITS/8 + (int) sizeof(uint16_t);
+// bytes of the codes of a block; CODE is a number of bits or KVQ_TIERED
+template <int CODE, int N> constexpr int code_bytes = N*(CODE == KVQ_TIERED ? 2 : CODE)/8;
+template <int CODE, int N> constexpr int block_bytes = code_bytes<CODE, N> + (int) sizeof(uint16_t);
 
 template <int BITS> struct codec;
 template <> struct codec<2> {
@@ -25,10 +28,10 @@ template <> struct codec<4> {
     static const float  * thresholds() { return KVQ_THRESHOLDS_4; }
 };
 
-template <int BITS, int N> static inline uint16_t block_scale_bits(const uint8_t * block) {
+template <int CODE, int N> static inline uint16_t block_scale_bits(const uint8_t * block) {
     uint16_t d;
-    memcpy(&d, block + N*BITS/8, sizeof(d));
-    return d;
+    memcpy(&d, block + code_bytes<CODE, N>, sizeof(d));
+    return CODE == KVQ_TIERED ? d & KVQ_TIER_SCALE_MASK : d;
 }
 
 // Levels of a block in a tile: padded with zeros to whole vectors.

@@ -19,10 +19,13 @@ namespace kvq {
 
 static const packed_kernels * kernels_for(ggml_type type) {
     switch ((int) type) {
-#define KVQ_KERNELS(E, F, NAME, FAMILY, BITS, N, BYTES) \
+#define KVQ_KERNELS(E, F, NAME, FAMILY, CODE, N, BYTES) \
         case GGML_TYPE_##E: { \
-            static const packed_kernels k = { N, BYTES, tile_stride<N>, 1.0f/codec<BITS>::scale, quantize_query<N>, \
-                unpack_keys<BITS, N>, add_logits<N>, add_values<BITS, N>, unrotate<N> }; \
+            constexpr bool rotated = CODE != KVQ_TIERED; \
+            constexpr float unit = 1.0f/codec<CODE>::scale; \
+            static const packed_kernels k = { N, BYTES, tile_stride<N>, unit, quantize_query<N, rotated>, \
+                unpack_keys<CODE, N>, add_logits<N>, add_values<CODE, N>, rotated ? unit/sqrtf((float) N) : unit, \
+                rotated ? unrotate<N> : rescale<N> }; \
             return &k; \
         }
         KVQ_FOR_EACH_CACHE_TYPE(KVQ_KERNELS)
@@ -363,7 +366,7 @@ static void clear_partial(float * x, int n) {
     memset(x + 16, 0, n*sizeof(float));
 }
 
-// the weighted sum is in the rotated domain, or of plain values if those are not ours
+// the weighted sum is in the domain of the codes, or of plain values if those are not ours
 static void finish_row(const plan & p, int64_t token, int64_t head, int64_t i3, const float * result) {
     const attn_args & a = p.a;
     const float * acc = result + 16;
@@ -371,9 +374,9 @@ static void finish_row(const plan & p, int64_t token, int64_t head, int64_t i3, 
     float * out = a.output(token, head, i3);
     const int64_t dv = a.v->ne[0];
     if (p.v) {
-        factor *= p.v->unit/sqrtf((float) p.v->block);
+        factor *= p.v->value_unit;
         for (int64_t i = 0; i < dv; i += p.v->block) {
-            p.v->unrotate(acc + i, factor, out + i);
+            p.v->finish(acc + i, factor, out + i);
         }
     } else {
         for (int64_t i = 0; i < dv; i++) {

@@ -3,6 +3,7 @@
 #include "kvq.h"
 #include "kvq-codes.h"
 #include "kvq-rotate.h"
+#include "kvq-tiered.h"
 
 #include <cassert>
 
@@ -85,10 +86,80 @@ template <int BITS, int N> static inline void quantize_block(const float * x, ui
     memcpy(out + N*BITS/8, &d16, sizeof(d16));
 }
 
-template <int BITS, int N> static void quantize_row(const float * x, uint8_t * y, int64_t k) {
+// sum over n values of a vector in the order of the scalar reference; n need not be a multiple of sixteen
+template <int N> static inline float tier_squares(const float * y) {
+    float lane[16] = {};
+    for (int i = 0; i < N; i++) {
+        lane[i % 16] += y[i]*y[i];
+    }
+    return sum(load(lane));
+}
+
+template <int N, int T> static inline void tier_codes(const float * y, const float * thresholds, float sigma, uint8_t * code) {
+    memset(code, 0, N);
+    for (int j = 0; j < T; j++) {
+        const float t = thresholds[j]*sigma;
+        for (int i = 0; i < N; i++) {
+            code[i] += y[i] > t;
+        }
+    }
+}
+
+template <int N, int T> static inline int tier_spread(const float * y, const float * edges, float sigma) {
+    const float own = sqrtf(tier_squares<N>(y)/N);
+    int spread = 0;
+    for (int j = 0; j < T; j++) {
+        spread += own > edges[j]*sigma;
+    }
+    return spread;
+}
+
+template <int N> static inline void quantize_tiered_block(const float * y, uint8_t * out) {
+    constexpr int A = N/8, W = N/16;
+    uint8_t code[N];
+    const float sigma = sqrtf(tier_squares<N/4>(y)/(N/4));
+    tier_codes<N/4, 15>(y, KVQ_TIER_THRESHOLDS_4, sigma, code);
+
+    float lane[16] = {};
+    int32_t den = 0;
+    for (int i = 0; i < N/4; i++) {
+        const int32_t c = KVQ_TIER_LEVELS_4[code[i]];
+        lane[i % 16] += y[i]*(float) c;
+        den += c*c;
+    }
+    const float d = sum(load(lane))/(float) den * KVQ_TIER_SCALE;
+
+    const int two = tier_spread<N/4, 3>(y + N/4, KVQ_TIER_EDGES_2, sigma);
+    const int one = tier_spread<N/2, 7>(y + N/2, KVQ_TIER_EDGES_1, sigma);
+    tier_codes<N/4, 3>(y + N/4, KVQ_TIER_THRESHOLDS_2, KVQ_TIER_RATIOS_2[two]*sigma, code + N/4);
+    tier_codes<N/2, 1>(y + N/2, KVQ_TIER_THRESHOLDS_1, KVQ_TIER_RATIOS_1[one]*sigma, code + N/2);
+
+    for (int b = 0; b < A; b++) {
+        out[b] = code[b] | code[A + b] << 4;
+    }
+    for (int b = 0; b < W; b++) {
+        uint8_t pairs = 0, bits = 0;
+        for (int k = 0; k < 4; k++) {
+            pairs |= code[N/4 + k*W + b] << 2*k;
+        }
+        for (int k = 0; k < 8; k++) {
+            bits |= code[N/2 + k*W + b] << k;
+        }
+        out[A + b]     = pairs;
+        out[A + W + b] = bits;
+    }
+    const uint16_t last = kvq_tier_scale_bits(GGML_FP32_TO_FP16(d > 65504.0f ? 65504.0f : d)) | two << 3 | one;
+    memcpy(out + N/4, &last, sizeof(last));
+}
+
+template <int CODE, int N> static void quantize_row(const float * x, uint8_t * y, int64_t k) {
     assert(k % N == 0);
     for (int64_t i = 0; i < k/N; i++) {
-        quantize_block<BITS, N>(x + i*N, y + i*block_bytes<BITS, N>);
+        if constexpr (CODE == KVQ_TIERED) {
+            quantize_tiered_block<N>(x + i*N, y + i*block_bytes<CODE, N>);
+        } else {
+            quantize_block<CODE, N>(x + i*N, y + i*block_bytes<CODE, N>);
+        }
     }
 }
 
@@ -103,10 +174,10 @@ template <int N> static void quantize_queries(const float * x, uint8_t * y, int6
 
 } // namespace kvq
 
-#define KVQ_DEFINE_QUANTIZE(E, F, NAME, FAMILY, BITS, N, BYTES) \
+#define KVQ_DEFINE_QUANTIZE(E, F, NAME, FAMILY, CODE, N, BYTES) \
     extern "C" void kvq_cpu_quantize_row_##F(const float * x, void * y, int64_t k) { \
-        static_assert(kvq::block_bytes<BITS, N> == BYTES, "layout"); \
-        kvq::quantize_row<BITS, N>(x, (uint8_t *) y, k); \
+        static_assert(kvq::block_bytes<CODE, N> == BYTES, "layout"); \
+        kvq::quantize_row<CODE, N>(x, (uint8_t *) y, k); \
     }
 KVQ_FOR_EACH_CACHE_TYPE(KVQ_DEFINE_QUANTIZE)
 

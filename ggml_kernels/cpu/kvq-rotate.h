@@ -89,15 +89,17 @@ template <int N> static inline void unrotate(const float * y, float factor, floa
     }
 }
 
-// Orthonormal rotation of one block to int8; returns the value of one unit.
-template <int N> static inline float quantize_query(const float * x, int8_t * q) {
+// One block to int8, after an orthonormal rotation if `rotated`; returns the value of one unit.
+template <int N, bool rotated = true> static inline float quantize_query(const float * x, int8_t * q) {
     f32x16 y[N/16];
-    rotate<N>(x, y);
+    if constexpr (rotated) {
+        rotate<N>(x, y);
+    }
 
     const f32x16 norm = set1(1.0f/sqrtf((float) N));
     f32x16 top = set1(0.0f);
     for (int i = 0; i < N/16; i++) {
-        y[i] = mul(y[i], norm);
+        y[i] = rotated ? mul(y[i], norm) : load(x + 16*i);
         top  = max(abs(y[i]), top);
     }
     const float amax = max_of(top);
@@ -106,6 +108,14 @@ template <int N> static inline float quantize_query(const float * x, int8_t * q)
         store_i8(q + 16*i, mul(y[i], id));
     }
     return amax/127.0f;
+}
+
+// x = factor * y: the counterpart of unrotate for types without a rotation, whose factor counts sqrt(N) too
+template <int N> static inline void rescale(const float * y, float factor, float * x) {
+    const f32x16 f = set1(factor);
+    for (int i = 0; i < N; i += 16) {
+        store(x + i, mul(load(y + i), f));
+    }
 }
 
 } // namespace kvq

@@ -8,7 +8,7 @@
 #include <set>
 
 static int kvq_store_of(const ggml_type type) {
-    return kvq_is_cache_type(type) ? kvq_bits(type) : type == GGML_TYPE_Q8_0 ? KVQ_STORE_Q8_0 : type == GGML_TYPE_F16 ? KVQ_STORE_F16 : 0;
+    return kvq_bits(type) > 0 ? kvq_bits(type) : type == GGML_TYPE_Q8_0 ? KVQ_STORE_Q8_0 : type == GGML_TYPE_F16 ? KVQ_STORE_F16 : 0;
 }
 
 static bool kvq_v_is_k(const ggml_tensor * k, const ggml_tensor * v) {

@@ -156,7 +156,7 @@ typedef void (* kvq_rows_kernel)(const kvq_rows_args);
 static kvq_rows_kernel kvq_find_write(const ggml_type type, const ggml_type from) {
     switch ((int) type) {
 #define KVQ_CASE_WRITE(E, F, NAME, FAMILY, BITS, N, BYTES) case GGML_TYPE_##E: return from == GGML_TYPE_F16 ? kvq_write_rows<BITS, N, __half> : kvq_write_rows<BITS, N, float>;
-        KVQ_FOR_EACH_CACHE_TYPE(KVQ_CASE_WRITE)
+        KVQ_FOR_EACH_TURBO_TYPE(KVQ_CASE_WRITE)
         default: GGML_ABORT("not a cache type");
     }
 }
@@ -164,7 +164,7 @@ static kvq_rows_kernel kvq_find_write(const ggml_type type, const ggml_type from
 static kvq_rows_kernel kvq_find_read(const ggml_type type, const ggml_type to) {
     switch ((int) type) {
 #define KVQ_CASE_READ(E, F, NAME, FAMILY, BITS, N, BYTES) case GGML_TYPE_##E: return to == GGML_TYPE_F16 ? kvq_read_rows<BITS, N, __half> : kvq_read_rows<BITS, N, float>;
-        KVQ_FOR_EACH_CACHE_TYPE(KVQ_CASE_READ)
+        KVQ_FOR_EACH_TURBO_TYPE(KVQ_CASE_READ)
         default: GGML_ABORT("not a cache type");
     }
 }

@@ -18,6 +18,20 @@ static const int8_t KVQ_LEVELS_4[16] = { -104, -79, -62, -48, -36, -25, -15, -5,
 static const float KVQ_THRESHOLDS_4[15] = { -2.40080333f, -1.84353185f, -1.4371388f, -1.09928584f, -0.799549758f, -0.522403717f, -0.258221656f, 0.0f, 0.258221656f, 0.522403717f, 0.799549758f, 1.09928584f, 1.4371388f, 1.84353185f, 2.40080333f };
 #define KVQ_SCALE_4 38.213726f
 
+// oscar2, by bits of the tier: int8 levels of every choice of spread, thresholds in sigmas; spreads relative to the
+// first tier, edges between them; int8 units per sigma of the first tier
+static const int8_t KVQ_TIER_LEVELS_4[16] = { -104, -79, -62, -48, -36, -25, -15, -5, 5, 15, 25, 36, 48, 62, 79, 104 };
+static const float KVQ_TIER_THRESHOLDS_4[15] = { -2.40080333f, -1.84353185f, -1.4371388f, -1.09928584f, -0.799549758f, -0.522403717f, -0.258221656f, 0.0f, 0.258221656f, 0.522403717f, 0.799549758f, 1.09928584f, 1.4371388f, 1.84353185f, 2.40080333f };
+static const int8_t KVQ_TIER_LEVELS_2[16] = { -35, -10, 10, 35, -49, -15, 15, 49, -69, -21, 21, 69, -98, -29, 29, 98 };
+static const float KVQ_TIER_THRESHOLDS_2[3] = { -0.981598794f, 0.0f, 0.981598794f };
+static const float KVQ_TIER_RATIOS_2[4] = { 0.600000024f, 0.850000024f, 1.20000005f, 1.70000005f };
+static const float KVQ_TIER_EDGES_2[3] = { 0.714142859f, 1.00995052f, 1.42828572f };
+static const int8_t KVQ_TIER_LEVELS_1[16] = { -14, 14, -17, 17, -22, 22, -27, 27, -34, 34, -43, 43, -54, 54, -67, 67 };
+static const float KVQ_TIER_THRESHOLDS_1[1] = { 0.0f };
+static const float KVQ_TIER_RATIOS_1[8] = { 0.449999988f, 0.560000002f, 0.709999979f, 0.889999986f, 1.12f, 1.39999998f, 1.75999999f, 2.20000005f };
+static const float KVQ_TIER_EDGES_1[7] = { 0.50199604f, 0.630555332f, 0.794921398f, 0.998398721f, 1.2521981f, 1.56971335f, 1.96773982f };
+#define KVQ_TIER_SCALE 38.213726f
+
 // signs of the Hadamard rotation; a block of n values uses the first n
 static const float KVQ_SIGNS[128] = {
     +1.0f, +1.0f, -1.0f, +1.0f, +1.0f, -1.0f, +1.0f, +1.0f, +1.0f, +1.0f, -1.0f, -1.0f, -1.0f, -1.0f, -1.0f, -1.0f,

@@ -18,6 +18,11 @@
     GGML_TYPE_TURBO4_96 = 232, \
     GGML_TYPE_TURBO4_112 = 233, \
     GGML_TYPE_TURBO4_128 = 234, \
+    GGML_TYPE_OSCAR2_64 = 235, \
+    GGML_TYPE_OSCAR2_80 = 236, \
+    GGML_TYPE_OSCAR2_96 = 237, \
+    GGML_TYPE_OSCAR2_112 = 238, \
+    GGML_TYPE_OSCAR2_128 = 239, \
     GGML_TYPE_KVQ_Q8_64 = 245, \
     GGML_TYPE_KVQ_Q8_80 = 246, \
     GGML_TYPE_KVQ_Q8_96 = 247, \
@@ -26,8 +31,11 @@
 
 #define KVQ_GGML_TYPE_COUNT 250
 
-// cache types: X(enum suffix, function suffix, ggml name, family, bits per code, values per block, bytes per block)
-#define KVQ_FOR_EACH_CACHE_TYPE(X) \
+// code of oscar2: 4 bits for n/4 values, 2 bits for n/4 values, 1 bits for n/2 values
+#define KVQ_TIERED 421
+
+// turbo types: X(enum suffix, function suffix, ggml name, family, code, values per block, bytes per block)
+#define KVQ_FOR_EACH_TURBO_TYPE(X) \
     X(TURBO2_64, turbo2_64, "turbo2_64", TURBO2, 2, 64, 18) \
     X(TURBO2_80, turbo2_80, "turbo2_80", TURBO2, 2, 80, 22) \
     X(TURBO2_96, turbo2_96, "turbo2_96", TURBO2, 2, 96, 26) \
@@ -44,11 +52,23 @@
     X(TURBO4_112, turbo4_112, "turbo4_112", TURBO4, 4, 112, 58) \
     X(TURBO4_128, turbo4_128, "turbo4", TURBO4, 4, 128, 66)
 
-// families: X(enum suffix of the member that names the family, ggml name, bits per code)
+// tiered types: X(enum suffix, function suffix, ggml name, family, code, values per block, bytes per block)
+#define KVQ_FOR_EACH_TIERED_TYPE(X) \
+    X(OSCAR2_64, oscar2_64, "oscar2_64", OSCAR2, 421, 64, 18) \
+    X(OSCAR2_80, oscar2_80, "oscar2_80", OSCAR2, 421, 80, 22) \
+    X(OSCAR2_96, oscar2_96, "oscar2_96", OSCAR2, 421, 96, 26) \
+    X(OSCAR2_112, oscar2_112, "oscar2_112", OSCAR2, 421, 112, 30) \
+    X(OSCAR2_128, oscar2_128, "oscar2", OSCAR2, 421, 128, 34)
+
+// all of them
+#define KVQ_FOR_EACH_CACHE_TYPE(X) KVQ_FOR_EACH_TURBO_TYPE(X) KVQ_FOR_EACH_TIERED_TYPE(X)
+
+// families: X(enum suffix of the member that names the family, ggml name, code)
 #define KVQ_FOR_EACH_FAMILY(X) \
     X(TURBO2_128, "turbo2", 2) \
     X(TURBO3_128, "turbo3", 3) \
-    X(TURBO4_128, "turbo4", 4)
+    X(TURBO4_128, "turbo4", 4) \
+    X(OSCAR2_128, "oscar2", 421)
 
 // activation types: X(enum suffix, function suffix, ggml name, values per block, bytes per block)
 #define KVQ_FOR_EACH_ACTIVATION_TYPE(X) \
@@ -62,4 +82,4 @@
 #define KVQ_FOR_EACH_BLOCK(X) X(128) X(64) X(112) X(96) X(80)
 
 // fingerprint of families, bits, levels and signs: calibrated data of another codebook are refused
-#define KVQ_CODEBOOK "fnv1a64:0f841cf7650b1e67"
+#define KVQ_CODEBOOK "fnv1a64:0e3a872c13cb0a10"

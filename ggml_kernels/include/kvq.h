@@ -13,10 +13,13 @@ extern "C" {
 
 // ---- formats (ggml-base) ----
 
-// true for turbo2, turbo3, turbo4 of every block size
+// true for turbo2, turbo3, turbo4 and oscar2 of every block size
 GGML_API bool kvq_is_cache_type(enum ggml_type type);
 
-// bits per code of a cache type, 0 for other types
+// how a cache type codes a value: bits per code of the turbo types, KVQ_TIERED for oscar2, 0 for other types
+GGML_API int kvq_code(enum ggml_type type);
+
+// bits per code of a turbo type, 0 for other types
 GGML_API int kvq_bits(enum ggml_type type);
 
 // The member of type's family whose block divides head_dim, in the order of formats.toml; type itself when it is not
@@ -33,20 +36,20 @@ GGML_API enum ggml_type kvq_type_from_name(const char * name);
 // "turbo3" for every member of the family; ggml_type_name(type) for other types
 GGML_API const char * kvq_family_name(enum ggml_type type);
 
-// Scalar reference of one row of k values (k a multiple of the block). Bit-exact with pykvq.codecs.turbo.
+// Scalar reference of one row of k values (k a multiple of the block). Bit-exact with pykvq.codecs.turbo and .oscar2.
 GGML_API void kvq_quantize_row_ref  (enum ggml_type type, const float * x, void  * y, int64_t k);
 GGML_API void kvq_dequantize_row_ref(enum ggml_type type, const void  * x, float * y, int64_t k);
 
 // y = H (signs * x) for one block of n values, unnormalised (divide by sqrt(n) for the orthonormal rotation), and its
-// inverse up to the factor n: x = signs * (H^T y)
+// inverse up to the factor n: x = signs * (H^T y). n: a block of formats.toml, or a quarter or half of one.
 GGML_API void kvq_rotate_ref  (const float * x, float * y, int n);
 GGML_API void kvq_unrotate_ref(const float * y, float * x, int n);
 
-// block size, levels and scale of a cache type, for kernels that unpack by themselves
+// levels and scale of a turbo type, for kernels that unpack by themselves
 GGML_API const int8_t * kvq_levels(enum ggml_type type);   // [1 << bits], ascending
 GGML_API float          kvq_scale (enum ggml_type type);   // int8 units per sigma
 
-#define KVQ_DECLARE_CACHE_TYPE(E, F, NAME, FAMILY, BITS, N, BYTES) \
+#define KVQ_DECLARE_CACHE_TYPE(E, F, NAME, FAMILY, CODE, N, BYTES) \
     GGML_API void kvq_quantize_row_##F##_ref(const float * x, void * y, int64_t k); \
     GGML_API void kvq_dequantize_row_##F    (const void * x, float * y, int64_t k);
 KVQ_FOR_EACH_CACHE_TYPE(KVQ_DECLARE_CACHE_TYPE)
@@ -59,7 +62,7 @@ KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_DECLARE_ACTIVATION_TYPE)
 
 // ---- CPU backend (ggml-cpu) ----
 
-#define KVQ_DECLARE_CPU(E, F, NAME, FAMILY, BITS, N, BYTES) \
+#define KVQ_DECLARE_CPU(E, F, NAME, FAMILY, CODE, N, BYTES) \
     void kvq_cpu_quantize_row_##F(const float * x, void * y, int64_t k); \
     void kvq_cpu_vec_dot_##F(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 KVQ_FOR_EACH_CACHE_TYPE(KVQ_DECLARE_CPU)
@@ -77,7 +80,7 @@ void   kvq_cpu_flash_attn(const struct ggml_compute_params * params, struct ggml
 
 // ---- trait tables: designated initialisers for type_traits[] and type_traits_cpu[] ----
 
-#define KVQ_TRAIT_CACHE(E, F, NAME, FAMILY, BITS, N, BYTES) \
+#define KVQ_TRAIT_CACHE(E, F, NAME, FAMILY, CODE, N, BYTES) \
     [GGML_TYPE_##E] = { .type_name = NAME, .blck_size = N, .type_size = BYTES, .is_quantized = true, \
         .to_float = kvq_dequantize_row_##F, .from_float_ref = kvq_quantize_row_##F##_ref },
 #define KVQ_TRAIT_ACTIVATION(E, F, NAME, N, BYTES) \
@@ -85,17 +88,20 @@ void   kvq_cpu_flash_attn(const struct ggml_compute_params * params, struct ggml
         .to_float = kvq_dequantize_row_##F, .from_float_ref = kvq_quantize_row_##F##_ref },
 #define KVQ_TYPE_TRAITS KVQ_FOR_EACH_CACHE_TYPE(KVQ_TRAIT_CACHE) KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_TRAIT_ACTIVATION)
 
-#define KVQ_TRAIT_CPU_CACHE(E, F, NAME, FAMILY, BITS, N, BYTES) \
+#define KVQ_TRAIT_CPU_TURBO(E, F, NAME, FAMILY, CODE, N, BYTES) \
     [GGML_TYPE_##E] = { .from_float = kvq_cpu_quantize_row_##F, .vec_dot = kvq_cpu_vec_dot_##F, \
         .vec_dot_type = GGML_TYPE_KVQ_Q8_##N, .nrows = 1 },
+#define KVQ_TRAIT_CPU_TIERED(E, F, NAME, FAMILY, CODE, N, BYTES) \
+    [GGML_TYPE_##E] = { .from_float = kvq_cpu_quantize_row_##F, .vec_dot = kvq_cpu_vec_dot_##F, \
+        .vec_dot_type = GGML_TYPE_F32, .nrows = 1 },
 #define KVQ_TRAIT_CPU_ACTIVATION(E, F, NAME, N, BYTES) \
     [GGML_TYPE_##E] = { .from_float = kvq_cpu_quantize_row_##F },
-#define KVQ_TYPE_TRAITS_CPU KVQ_FOR_EACH_CACHE_TYPE(KVQ_TRAIT_CPU_CACHE) KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_TRAIT_CPU_ACTIVATION)
+#define KVQ_TYPE_TRAITS_CPU KVQ_FOR_EACH_TURBO_TYPE(KVQ_TRAIT_CPU_TURBO) KVQ_FOR_EACH_TIERED_TYPE(KVQ_TRAIT_CPU_TIERED) KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_TRAIT_CPU_ACTIVATION)
 
 // case labels of every cache type, for switches over ggml_type
-#define KVQ_CASE(E, F, NAME, FAMILY, BITS, N, BYTES) case GGML_TYPE_##E:
+#define KVQ_CASE(E, F, NAME, FAMILY, CODE, N, BYTES) case GGML_TYPE_##E:
 #define KVQ_CACHE_TYPE_CASES KVQ_FOR_EACH_CACHE_TYPE(KVQ_CASE)
-#define KVQ_FAMILY_ENTRY(E, NAME, BITS) GGML_TYPE_##E,
+#define KVQ_FAMILY_ENTRY(E, NAME, CODE) GGML_TYPE_##E,
 #define KVQ_CACHE_TYPE_LIST KVQ_FOR_EACH_FAMILY(KVQ_FAMILY_ENTRY)
 
 #ifdef __cplusplus

@@ -41,7 +41,7 @@ def quantise(x: np.ndarray, type_name: str) -> np.ndarray:
     Raises ValueError for a name that is no cache type or a k that the block does not divide.
     """
     t = _member(type_name)
-    y = rotate(_blocks(np.asarray(x, np.float32), t.block, t.name))
+    y = rotate(blocks(np.asarray(x, np.float32), t.block, t.name))
     codes, d = _code(y, t)
     d16 = d.astype("<f2")[..., None].view(np.uint8)
     return _joined(np.concatenate([_pack(codes, t.bits), d16], -1))
@@ -53,7 +53,7 @@ def dequantise(data: np.ndarray, type_name: str) -> np.ndarray:
     Raises ValueError as quantise does.
     """
     t = _member(type_name)
-    b = _blocks(np.asarray(data, np.uint8), t.bytes, t.name)
+    b = blocks(np.asarray(data, np.uint8), t.bytes, t.name)
     d = np.ascontiguousarray(b[..., -2:]).view("<f2").astype(np.float32)
     levels = np.array(FAMILIES[t.family].levels, np.float32)[_unpack(b[..., :-2], t)]
     g = np.float32(1) / (_scale(t) * np.sqrt(np.float32(t.block)))
@@ -67,7 +67,7 @@ def quantise_activation(x: np.ndarray, n: int) -> np.ndarray:
     """
     if f"kvq_q8_{n}" not in ACTIVATION_IDS:
         raise ValueError(f"no activation type has blocks of {n} values")
-    y = rotate(_blocks(np.asarray(x, np.float32), n, f"kvq_q8_{n}")) * (np.float32(1) / np.sqrt(np.float32(n)))
+    y = rotate(blocks(np.asarray(x, np.float32), n, f"kvq_q8_{n}")) * (np.float32(1) / np.sqrt(np.float32(n)))
     peak = np.abs(y).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     q = np.rint(y * inverse).astype(np.int8).view(np.uint8)
@@ -76,12 +76,13 @@ def quantise_activation(x: np.ndarray, n: int) -> np.ndarray:
 
 
 def _member(name: str) -> CacheType:
-    if name not in TYPES:
-        raise ValueError(f"unknown cache type {name!r}; members are {', '.join(TYPES)}")
+    if name not in TYPES or TYPES[name].family not in FAMILIES:
+        raise ValueError(f"unknown turbo type {name!r}; members are {', '.join(n for n, t in TYPES.items() if t.family in FAMILIES)}")
     return TYPES[name]
 
 
-def _blocks(x: np.ndarray, size: int, name: str) -> np.ndarray:
+def blocks(x: np.ndarray, size: int, name: str) -> np.ndarray:
+    """Rows [..., k] cut into blocks [..., k / size, size]. Raises ValueError when size does not divide k."""
     if x.ndim == 0 or x.shape[-1] % size:
         raise ValueError(f"{name}: rows of {x.shape[-1] if x.ndim else 0} are no multiple of the block's {size}")
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
@@ -127,11 +128,12 @@ def _paley(v: np.ndarray, p: np.ndarray) -> np.ndarray:
     return out
 
 
-def _lane_sum(x: np.ndarray) -> np.ndarray:
+def lane_sum(x: np.ndarray) -> np.ndarray:
     """Sum over the last axis in the order of LANES accumulators and a halving tree; float32 [...]."""
     acc = np.zeros((*x.shape[:-1], LANES), np.float32)
     for i in range(0, x.shape[-1], LANES):
-        acc = acc + x[..., i:i + LANES]
+        part = x[..., i:i + LANES]
+        acc[..., :part.shape[-1]] += part
     while acc.shape[-1] > 1:
         half = acc.shape[-1] // 2
         acc = acc[..., :half] + acc[..., half:]
@@ -141,14 +143,14 @@ def _lane_sum(x: np.ndarray) -> np.ndarray:
 def _code(y: np.ndarray, t: CacheType) -> tuple[np.ndarray, np.ndarray]:
     """Codes uint8 [..., n] and scale float32 [...] in sigmas, before its rounding to fp16."""
     family, n = FAMILIES[t.family], np.float32(t.block)
-    s = np.sqrt(_lane_sum(y * y) / n)[..., None]
+    s = np.sqrt(lane_sum(y * y) / n)[..., None]
     codes = np.zeros(y.shape, np.uint8)
     for threshold in np.array(family.thresholds, np.float32):
         codes += y > threshold * s
     c = np.array(family.levels, np.float32)[codes]
     den = (c * c).sum(-1)                        # integers below 2**24: exact in any order
     f = _scale(t) / np.sqrt(n)
-    return codes, np.minimum(_lane_sum(y * c) / den * f, FP16_MAX)
+    return codes, np.minimum(lane_sum(y * c) / den * f, FP16_MAX)
 
 
 def _pack(codes: np.ndarray, bits: int) -> np.ndarray:

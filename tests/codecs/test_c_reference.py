@@ -4,8 +4,10 @@ import ctypes
 import numpy as np
 import pytest
 
-from pykvq.codecs import turbo
-from pykvq.formats import ACTIVATION_IDS, FAMILIES, TYPES
+from pykvq.codecs import oscar2, turbo
+from pykvq.formats import ACTIVATION_IDS, FAMILIES, TIERED, TYPES
+
+TURBO = [name for name, t in TYPES.items() if t.family in FAMILIES]
 from pykvq.native import library
 
 HARD_ROWS = ("gaussian", "tiny", "huge", "outlier", "zero", "constant", "subnormal scale")
@@ -52,10 +54,10 @@ def c_dequantise(base, ggml_type, data, k):
 @pytest.mark.parametrize("name", TYPES)
 def test_quantise_and_dequantise_are_bit_exact(base, name, kind):
     t = TYPES[name]
-    x = rows(t.block, kind)
-    data = turbo.quantise(x, name)
+    x, codec = rows(t.block, kind), turbo if t.family in FAMILIES else oscar2
+    data = codec.quantise(x, name)
     np.testing.assert_array_equal(c_quantise(base, t.id, x, 3 * t.bytes), data)
-    np.testing.assert_array_equal(c_dequantise(base, t.id, data, x.shape[1]).view(np.uint32), turbo.dequantise(data, name).view(np.uint32))
+    np.testing.assert_array_equal(c_dequantise(base, t.id, data, x.shape[1]).view(np.uint32), codec.dequantise(data, name).view(np.uint32))
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -64,7 +66,8 @@ def test_arbitrary_bytes_dequantise_alike(base, name):
     t = TYPES[name]
     data = np.random.default_rng(0).integers(0, 256, (256, t.bytes), np.uint8)
     data[:, -1] &= 0xBB                          # no infinities or NaNs in the fp16 scale
-    np.testing.assert_array_equal(c_dequantise(base, t.id, data, t.block), turbo.dequantise(data, name))
+    codec = turbo if t.family in FAMILIES else oscar2
+    np.testing.assert_array_equal(c_dequantise(base, t.id, data, t.block), codec.dequantise(data, name))
 
 
 @pytest.mark.parametrize("kind", HARD_ROWS)
@@ -78,16 +81,21 @@ def test_activation_is_bit_exact(base, name, kind):
 @pytest.mark.parametrize("name", TYPES)
 def test_c_and_python_agree_on_names_sizes_and_tables(base, name):
     t = TYPES[name]
-    family = FAMILIES[t.family]
     assert base.ggml_type_name(t.id).decode() == name
     assert base.kvq_family_name(t.id).decode() == t.family
     assert base.ggml_row_size(t.id, 2 * t.block) == 2 * t.bytes
+
+
+@pytest.mark.parametrize("name", TURBO)
+def test_c_and_python_agree_on_levels(base, name):
+    t = TYPES[name]
+    family = FAMILIES[t.family]
     assert tuple(base.kvq_levels(t.id)[:1 << t.bits]) == family.levels
     assert base.kvq_scale(t.id) == np.float32(family.scale)
 
 
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *TIERED])
 def test_c_and_python_pick_the_same_member(base, family, head_dim):
     from pykvq.formats import TYPE_COUNT
     from pykvq.support import IDS, effective_type

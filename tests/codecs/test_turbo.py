@@ -8,7 +8,7 @@ from pykvq.codecs import turbo
 from pykvq.codecs.lloyd_max import lloyd_max, mse_of_levels
 from pykvq.formats import FAMILIES, TYPES
 
-NAMES = list(TYPES)
+NAMES = [name for name, t in TYPES.items() if t.family in FAMILIES]
 
 
 def gaussian(rows, k, seed=0, scale=1.0):

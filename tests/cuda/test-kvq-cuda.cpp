@@ -119,7 +119,7 @@ static void report(const bool good, const std::string & what) {
 static std::vector<ggml_type> cache_types() {
     return {
 #define KVQ_TYPE(E, F, NAME, FAMILY, BITS, N, BYTES) GGML_TYPE_##E,
-        KVQ_FOR_EACH_CACHE_TYPE(KVQ_TYPE)
+        KVQ_FOR_EACH_TURBO_TYPE(KVQ_TYPE)
 #undef KVQ_TYPE
     };
 }

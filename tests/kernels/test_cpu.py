@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from attention_graph import F16, F32, Q4_0, Q8_0, Ggml, attention_in_double
-from pykvq.codecs import turbo
-from pykvq.formats import ACTIVATION_IDS, BLOCKS, FAMILIES, TYPES
+from pykvq.codecs import oscar2, turbo
+from pykvq.formats import ACTIVATION_IDS, BLOCKS, FAMILIES, TIERED, TYPES
 from pykvq.native import library_dir
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {"f32": F32, "f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
-TURBO = tuple(FAMILIES)
+OURS = (*FAMILIES, *TIERED)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,8 @@ HARD_ROWS = ("gaussian", "tiny", "huge", "outlier", "zero", "constant")
 @pytest.mark.parametrize("name", TYPES)
 def test_quantise_is_bit_exact(ggml, name, kind):
     x = rows(TYPES[name].block, kind)
-    np.testing.assert_array_equal(ggml.quantise(TYPES[name].id, x), turbo.quantise(x, name))
+    codec = turbo if TYPES[name].family in FAMILIES else oscar2
+    np.testing.assert_array_equal(ggml.quantise(TYPES[name].id, x), codec.quantise(x, name))
 
 
 @pytest.mark.parametrize("kind", HARD_ROWS)
@@ -77,10 +78,14 @@ def test_vec_dot(ggml, name):
     for blocks in (1, 2, 9):
         n = blocks*t.block
         x = ggml.quantise(t.id, rng.standard_normal((1, n)).astype(np.float32))
-        y = ggml.quantise(traits.vec_dot_type, rng.standard_normal((1, n)).astype(np.float32))
+        y = rng.standard_normal((1, n)).astype(np.float32)
+        query = y
+        if t.family in FAMILIES:                 # oscar2 meets plain floats
+            y = ggml.quantise(traits.vec_dot_type, y)
+            query = ggml.dequantise(traits.vec_dot_type, y, n)
         result = np.empty(1, np.float32)
         traits.vec_dot(n, result.ctypes.data, 0, x.ctypes.data, 0, y.ctypes.data, 0, 1)
-        want = np.dot(ggml.dequantise(t.id, x, n)[0].astype(np.float64), ggml.dequantise(traits.vec_dot_type, y, n)[0].astype(np.float64))
+        want = np.dot(ggml.dequantise(t.id, x, n)[0].astype(np.float64), query[0].astype(np.float64))
         assert abs(result[0] - want) < 1e-5*n
 
 
@@ -114,14 +119,18 @@ def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv
     exact = double(q)
     # Packed keys meet the query in int8; against the same query only the rounding of float sums is left.
     packed = q
-    if k_name in TURBO:
+    if k_name in TIERED:
+        b = q.reshape(*q.shape[:-1], -1, k_block)
+        unit = np.abs(b).max(-1, keepdims=True) / 127
+        packed = (np.rint(b / unit) * unit).reshape(q.shape)
+    elif k_name in FAMILIES:
         packed = ggml.dequantise(ACTIVATION_IDS[f"kvq_q8_{k_block}"], ggml.quantise(ACTIVATION_IDS[f"kvq_q8_{k_block}"], q), dk)
     assert error(got, double(packed)) < 1e-7
     assert error(got, exact) < 2e-3
     assert error(ggml.run_attention(q, k, v, k_type, v_type, threads=threads, use_ref=True, **options), exact) < 1e-9
 
 
-PAIRS = [(k, v) for k in (*TURBO, *OTHERS) for v in (*TURBO, *OTHERS) if k in TURBO or v in TURBO]
+PAIRS = [(k, v) for k in (*OURS, *OTHERS) for v in (*OURS, *OTHERS) if k in OURS or v in OURS]
 
 
 @pytest.mark.parametrize("dk, dv", ((64, 64), (128, 128), (256, 256), (576, 512)))
@@ -131,7 +140,7 @@ def test_attention_type_pairs(ggml, k, v, dk, dv):
 
 
 @pytest.mark.parametrize("dk, dv", ((80, 80), (96, 96), (112, 112), (192, 192), (192, 128)))
-@pytest.mark.parametrize("name", TURBO)
+@pytest.mark.parametrize("name", OURS)
 def test_attention_head_sizes(ggml, name, dk, dv):
     check(ggml, name, name, dk, dv, n_kv=130, tokens=3, mask="causal")
 
@@ -151,7 +160,7 @@ def test_attention_lengths_and_threads(ggml, n_kv, threads):
 @pytest.mark.parametrize("options", (
     dict(mask="window"), dict(mask="holes"), dict(mask="holes", sinks=True), dict(sinks=True), dict(softcap=10.0),
     dict(mask="causal", max_bias=8.0), dict(mask="window", max_bias=8.0, softcap=10.0, sinks=True)), ids=str)
-@pytest.mark.parametrize("k, v", (("turbo3", "turbo3"), ("turbo2", "q8_0"), ("f16", "turbo4")))
+@pytest.mark.parametrize("k, v", (("turbo3", "turbo3"), ("oscar2", "turbo2"), ("turbo2", "q8_0"), ("f16", "turbo4")))
 def test_attention_options(ggml, k, v, options):
     check(ggml, k, v, 64, group=5, tokens=7, n_kv=300, **options)
 

@@ -109,7 +109,8 @@ static int code_at(const uint8_t * block, int bits, int n, int i) {
 static void test_vec_dot(const type_info & t) {
     const auto * cpu = ggml_get_type_traits_cpu(t.type);
     const size_t bytes = ggml_type_size(t.type);
-    for (int round = 0; round < (quick ? 50 : 500); round++) {
+    const bool int8_query = kvq_bits(t.type) > 0;
+    for (int round = 0; int8_query && round < (quick ? 50 : 500); round++) {
         // one block at the end of its allocation, so that a memory checker sees a load past it
         std::vector<uint8_t> x(bytes), y(t.n + sizeof(float));
         const float unit = 1.0f;
@@ -139,7 +140,11 @@ static void test_vec_dot(const type_info & t) {
         cpu->from_float(k.data(), x.data(), n);
         ggml_get_type_traits_cpu(cpu->vec_dot_type)->from_float(q.data(), y.data(), n);
         ggml_get_type_traits(t.type)->to_float(x.data(), kd.data(), n);
-        ggml_get_type_traits(cpu->vec_dot_type)->to_float(y.data(), qd.data(), n);
+        if (int8_query) {
+            ggml_get_type_traits(cpu->vec_dot_type)->to_float(y.data(), qd.data(), n);
+        } else {
+            qd = q;
+        }
         double want = 0.0;
         for (int i = 0; i < n; i++) { want += (double) kd[i]*qd[i]; }
         float s = NAN;
@@ -262,8 +267,18 @@ static void compute(const built & b, int threads, bool use_ref) {
     }
 }
 
-// the query as the packed kernels see it: int8 in the rotated domain of the key type
+// the query as the packed kernels see it: int8 in the domain of the codes
 static std::vector<float> seen_query(const std::vector<float> & q, ggml_type k_type) {
+    if (kvq_code(k_type) == KVQ_TIERED) {
+        const int n = (int) ggml_blck_size(k_type);
+        std::vector<float> x(q);
+        for (size_t b = 0; b < q.size(); b += n) {
+            float top = 0.0f;
+            for (int i = 0; i < n; i++) { top = std::max(top, std::fabs(q[b + i])); }
+            for (int i = 0; i < n && top > 0.0f; i++) { x[b + i] = std::nearbyint(q[b + i]*(127.0f/top))*(top/127.0f); }
+        }
+        return x;
+    }
     const ggml_type type = ggml_get_type_traits_cpu(k_type)->vec_dot_type;
     std::vector<uint8_t> packed(ggml_row_size(type, q.size()));
     std::vector<float> x(q.size());
@@ -358,8 +373,9 @@ template <typename T> static T one_of(const std::vector<T> & v) { return v[pick(
 
 static const std::vector<ggml_type> side_types = {
     GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0,
-    GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128,
+    GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128,
 };
+constexpr int OURS = 4;   // the last of them
 
 static attention random_case() {
     attention c = {};
@@ -428,8 +444,8 @@ static int test_all_attention(int cases, int threads) {
             for (int batch : { 1, 2, 3, 8, 17, 64 }) {
                 attention c = random_case();
                 c.dk = c.dv = d; c.group = group; c.batch = batch;
-                c.k_type = one_of(std::vector<ggml_type>(side_types.end() - 3, side_types.end()));
-                c.v_type = one_of(std::vector<ggml_type>(side_types.end() - 3, side_types.end()));
+                c.k_type = one_of(std::vector<ggml_type>(side_types.end() - OURS, side_types.end()));
+                c.v_type = one_of(std::vector<ggml_type>(side_types.end() - OURS, side_types.end()));
                 test(c);
             }
         }
@@ -437,7 +453,7 @@ static int test_all_attention(int cases, int threads) {
     for (int i = 0; i < cases; i++) {
         attention c = random_case();
         c.k_type = one_of(side_types);
-        c.v_type = kvq_is_cache_type(c.k_type) ? one_of(side_types) : one_of(std::vector<ggml_type>(side_types.end() - 3, side_types.end()));
+        c.v_type = kvq_is_cache_type(c.k_type) ? one_of(side_types) : one_of(std::vector<ggml_type>(side_types.end() - OURS, side_types.end()));
         test(c);
     }
     return run;
@@ -448,7 +464,7 @@ static void test_hidden_nan() {
     attention c = random_case();
     c.dk = c.dv = 64; c.heads_kv = 1; c.group = 3; c.batch = 1; c.n_kv = 70; c.seqs = 1; c.mask = CAUSAL; c.mask_heads = 1;
     c.sinks = c.alibi = c.softcap = false; c.threads = 2;
-    for (ggml_type k : { GGML_TYPE_F16, GGML_TYPE_TURBO3_64 }) {
+    for (ggml_type k : { GGML_TYPE_F16, GGML_TYPE_TURBO3_64, GGML_TYPE_OSCAR2_64 }) {
         for (ggml_type v : { GGML_TYPE_F16, GGML_TYPE_TURBO3_64 }) {
             c.k_type = k; c.v_type = v;
             if (k == GGML_TYPE_F16 && v == GGML_TYPE_F16) {
@@ -476,7 +492,7 @@ static void test_hidden_nan() {
 // A token gives the same bits alone as in a batch, whatever lies in the cells that it does not see and with any number
 // of threads.
 static void test_batch_invariance() {
-    for (ggml_type k_family : { GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_F16 }) {
+    for (ggml_type k_family : { GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128, GGML_TYPE_F16 }) {
         for (ggml_type v_family : { GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_Q8_0 }) {
             if (!kvq_is_cache_type(k_family) && !kvq_is_cache_type(v_family)) {
                 continue;
@@ -580,7 +596,7 @@ static void bench(int threads, int depth, int batch, const std::string & only) {
     const ggml_type types[][2] = {
         { GGML_TYPE_F16, GGML_TYPE_F16 }, { GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 }, { GGML_TYPE_Q4_0, GGML_TYPE_Q4_0 },
         { GGML_TYPE_TURBO4_128, GGML_TYPE_TURBO4_128 }, { GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO3_128 },
-        { GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO2_128 }, { GGML_TYPE_Q8_0, GGML_TYPE_TURBO3_128 }, { GGML_TYPE_F16, GGML_TYPE_TURBO3_128 },
+        { GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO2_128 }, { GGML_TYPE_OSCAR2_128, GGML_TYPE_TURBO2_128 }, { GGML_TYPE_Q8_0, GGML_TYPE_TURBO3_128 }, { GGML_TYPE_F16, GGML_TYPE_TURBO3_128 },
     };
     for (const auto & s : shapes) {
         printf("%s: %d layers, %d/%d heads of %d, depth %d, batch %d, %d threads\n", s.name, s.layers, s.heads, s.heads_kv, s.d, depth, batch, threads);
