@@ -24,6 +24,13 @@ class LayerCache:
     bytes_v: int
     bytes_f16: int
     device: str
+    transform_k: int = 0             # hash of the calibrated data that keys are stored with, 0: none
+    transform_v: int = 0
+
+    @property
+    def calibrated(self) -> bool:
+        """True when calibrated data shape what is stored."""
+        return bool(self.transform_k or self.transform_v)
 
 
 @dataclass(frozen=True)
@@ -60,15 +67,23 @@ class CacheInfo:
         """How many times smaller than f16."""
         return self.bytes_f16 / self.bytes if self.bytes else 1.0
 
+    @property
+    def calibrated(self) -> int:
+        """Number of calibrated layers."""
+        return sum(layer.calibrated for layer in self.layers)
+
     def __str__(self) -> str:
         kinds = ", ".join(f"{n} x K {k} V {v}" for (k, v), n in self.types.items())
-        return f"KV cache {self.bytes / 2**20:.1f} MiB, f16 {self.bytes_f16 / 2**20:.1f} MiB ({self.ratio:.2f}x smaller); {kinds or 'no layers'}"
+        calibrated = f"; {self.calibrated} layers calibrated" if self.calibrated else ""
+        return (f"KV cache {self.bytes / 2**20:.1f} MiB, f16 {self.bytes_f16 / 2**20:.1f} MiB ({self.ratio:.2f}x smaller); "
+                f"{kinds or 'no layers'}{calibrated}")
 
 
 class _LayerInfo(ctypes.Structure):                  # struct llama_kvq_layer_info of ggml_kernels/include/kvq-llama.h
     _fields_ = [("il", ctypes.c_int32), ("type_k", ctypes.c_int32), ("type_v", ctypes.c_int32), ("n_head_kv", ctypes.c_int32),
                 ("head_dim_k", ctypes.c_int32), ("head_dim_v", ctypes.c_int32), ("is_swa", ctypes.c_int32), ("n_cells", ctypes.c_uint32),
-                ("bytes_k", ctypes.c_uint64), ("bytes_v", ctypes.c_uint64), ("bytes_f16", ctypes.c_uint64), ("device", ctypes.c_char * 32)]
+                ("bytes_k", ctypes.c_uint64), ("bytes_v", ctypes.c_uint64), ("bytes_f16", ctypes.c_uint64), ("device", ctypes.c_char * 32),
+                ("transform_k", ctypes.c_uint32), ("transform_v", ctypes.c_uint32)]
 
 
 def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
@@ -80,4 +95,4 @@ def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
     f(context, rows, n)
     return CacheInfo(tuple(
         LayerCache(r.il, type_name(r.type_k), type_name(r.type_v), r.n_head_kv, r.head_dim_k, r.head_dim_v, bool(r.is_swa), r.n_cells,
-                   r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode()) for r in rows))
+                   r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode(), r.transform_k, r.transform_v) for r in rows))

@@ -47,6 +47,18 @@ def resolve_kv_type(kv_type, type_k: int | None, type_v: int | None, flash_attn:
     return type_id(k), type_id(v), True
 
 
+def kvq_is_off(kvq: str) -> bool:
+    """llama_context_params.kvq_off for Llama(kvq=...). Raises ValueError for anything but "auto" and "off"."""
+    if kvq not in ("auto", "off"):
+        raise ValueError(f'kvq takes "auto" or "off", not {kvq!r}')
+    return kvq == "off"
+
+
+def is_bulk(key: str) -> bool:
+    """True for metadata of megabytes that no reader of Llama.metadata wants."""
+    return key.startswith("kvq.blk.")
+
+
 def check_before_load(llm, n_ctx: int) -> None:
     """Refuse what would fail or abort later, once Llama.__init__ has its parameters. n_ctx 0 is the trained context.
 
@@ -131,12 +143,13 @@ def forget() -> None:
 def reason(message: str) -> str:
     """`message` with the cause that llama.cpp logged, as one line; forgets the recorded errors.
 
-    The first error is the cause; those after it tell what failed because of it.
+    The first error is the cause, those after it tell what failed because of it; but one that names a remedy knows more.
     """
     texts = [line.split(": ", 1)[-1] for line in _errors]
     forget()
     hint = "; use a smaller n_ctx or a smaller kv_type" if any("alloc" in text for text in texts) else ""
-    return f"{message}: {texts[0]}{hint}" if texts else message
+    cause = next((text for text in texts if "; run: " in text), texts[0] if texts else "")
+    return f"{message}: {cause}{hint}" if cause else message
 
 
 def info(llm) -> CacheInfo:
@@ -150,11 +163,12 @@ def info(llm) -> CacheInfo:
 def _identity(llm) -> dict[str, object]:
     metadata = json.dumps(llm.metadata, sort_keys=True).encode()
     return {"model": hashlib.sha256(metadata).hexdigest(), "name": llm.metadata.get("general.name", ""),
-            "types": [(layer.type_k, layer.type_v) for layer in info(llm)]}
+            "types": [(layer.type_k, layer.type_v) for layer in info(llm)],
+            "transforms": [(layer.transform_k, layer.transform_v) for layer in info(llm)]}
 
 
 def stamped(llm, state):
-    """The LlamaState with what check_state compares: the model's metadata and the cache types of every layer."""
+    """The LlamaState with what check_state compares: the model's metadata, cache types and transforms of every layer."""
     state.kvq_identity = _identity(llm)
     return state
 
@@ -176,3 +190,5 @@ def check_state(llm, state) -> None:
         k, v = theirs["types"][0]
         raise ValueError(f"the saved state holds a cache of type K {k} V {v}, this context has K {ours['types'][0][0]} V {ours['types'][0][1]}; "
                          f"load the model with kv_type={(family_of(k), family_of(v))!r}")
+    if theirs["transforms"] != ours["transforms"]:
+        raise ValueError("the saved state was stored with other calibrated transforms; load the model with the calibration and the kvq= of then")

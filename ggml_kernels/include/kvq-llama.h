@@ -23,6 +23,8 @@ struct llama_kvq_layer_info {
     uint64_t bytes_v;
     uint64_t bytes_f16;     // what K and V would take as f16
     char     device[32];    // buffer type, e.g. CPU, CUDA0
+    uint32_t transform_k;   // hash of the calibrated data that keys are stored with, 0: none
+    uint32_t transform_v;   // the same for values
 };
 
 // Number of cached layers; the first `capacity` are written to out.
@@ -32,11 +34,21 @@ LLAMA_API int32_t llama_kvq_cache_info(const struct llama_context * ctx, struct 
 }
 
 class llama_kv_cache;
+struct kvq_layer;
+struct kvq_transforms;
 
 // The type that a layer's cache really gets: the member of the family for head_dim. Throws std::runtime_error with
 // the reason and the remedy when no block divides head_dim or the device has no kernels.
 ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, uint32_t il, ggml_backend_buffer_type_t buft);
 
-// one log line: effective types, bytes and the f16 equivalent
+// one log line: effective types, bytes, the f16 equivalent and what is calibrated
 void kvq_log_cache(const llama_kv_cache & cache);
+
+// whether the caches that this thread creates from now on leave calibrated data alone (llama_context_params.kvq_off)
+void kvq_set_off(bool off);
+
+// A type as saved states carry it: rows stored with other calibrated data count as another type.
+inline int32_t kvq_state_type(ggml_type type, uint32_t transform) {
+    return (int32_t) type | (int32_t) (transform & 0x7FFFFF) << 8;
+}
 #endif

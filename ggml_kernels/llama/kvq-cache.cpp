@@ -1,5 +1,7 @@
 // What the cache of libllama needs of us: the type of a layer, whether its device can run it, and what was allocated.
 #include "kvq-llama.h"
+#include "kvq-metadata.h"
+#include "kvq-transforms.h"
 #include "kvq.h"
 
 #include "ggml-cpp.h"
@@ -69,8 +71,29 @@ void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {
         if (layer.k->buffer) {
             snprintf(info.device, sizeof(info.device), "%s", ggml_backend_buffer_name(layer.k->buffer));
         }
+        info.transform_k = layer.kvq->k_hash;
+        info.transform_v = layer.kvq->v_hash;
         out.push_back(info);
     }
+}
+
+// what to say about calibration, empty when no type of ours is there
+std::string llama_kv_cache::kvq_calibration() const {
+    size_t n = 0, n_ours = 0;
+    bool bias = false;
+    for (const auto & layer : layers) {
+        const bool keys = kvq_is_cache_type(layer.k->type);
+        n_ours += keys || (layer.v && kvq_is_cache_type(layer.v->type));
+        n      += layer.kvq->k_hash || layer.kvq->v_hash;
+        bias    = bias || (keys && !layer.kvq->k_hash && (model.layers[layer.il].wk_b || model.layers[layer.il].wqkv_b));
+    }
+    if (bias) {
+        LLAMA_LOG_WARN("kvq: the keys of this model have a bias, which few bits cannot hold: expect wrong answers; run: %s\n",
+            kvq_embed_command(model, false).c_str());
+    }
+    return n      ? format("; calibrated: %zu of %zu layers (%s)", n, layers.size(), kvq->source.c_str())
+         : n_ours ? "; not calibrated"
+         :          "";
 }
 
 void kvq_log_cache(const llama_kv_cache & cache) {
@@ -92,8 +115,8 @@ void kvq_log_cache(const llama_kv_cache & cache) {
     }
     // the tools hide this library's info level by default, and who chose such a type must see what runs
     const auto level = ours ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO;
-    llama_log_internal(level, "kvq: effective cache types: %s; %.2f MiB, f16 would be %.2f MiB (%.2fx)\n",
-        types.c_str(), bytes/1024/1024, bytes_f16/1024/1024, bytes > 0 ? bytes_f16/bytes : 1.0);
+    llama_log_internal(level, "kvq: effective cache types: %s; %.2f MiB, f16 would be %.2f MiB (%.2fx)%s\n",
+        types.c_str(), bytes/1024/1024, bytes_f16/1024/1024, bytes > 0 ? bytes_f16/bytes : 1.0, cache.kvq_calibration().c_str());
 }
 
 // every attention cache inside a memory module, in the order of its parts

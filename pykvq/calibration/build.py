@@ -6,16 +6,15 @@ from pathlib import Path
 import numpy as np
 
 import pykvq
+from pykvq.calibration import DEFAULT_KEY_BIAS, KEY_BIAS
 from pykvq.calibration.key_bias import measured_bias
-from pykvq.calibration.metadata import KEY_BIAS, Embedded
+from pykvq.calibration.metadata import Embedded
 from pykvq.calibration.model_files import tensor
 from pykvq.calibration.run import Statistics
 from pykvq.calibration.text import text_hash
 from pykvq.calibration.transform import Transform, layer_transform
 from pykvq.formats import CODEBOOK
 from pykvq.native import llama_commit
-
-DEFAULT_KEY_BIAS = "none"                # what the cache of this version can return to the logit
 
 
 def build(statistics: Statistics, model: Path, key_bias: str = DEFAULT_KEY_BIAS) -> Embedded:

@@ -17,7 +17,6 @@ from pykvq.gguf_file import GgufFile
 
 VERSION = 1
 PREFIX = "kvq."
-KEY_BIAS = ("none", "attn_k.bias", "measured")
 F16_MAX = 65504
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from pykvq.calibration import CACHE_KEY_BIAS, DEFAULT_KEY_BIAS, KEY_BIAS
 from pykvq.cli.calibration_options import PATH, run_options, statistics
 from pykvq.cli.errors import InputError
 from pykvq.cli.output import Output, common
@@ -17,7 +18,7 @@ from pykvq.cli.output import Output, common
 @click.option("--in-place", is_flag=True, help="Put them into MODEL itself; the file is replaced at the end, whole or not at all.")
 @click.option("--sidecar", is_flag=True, help="Write them alone as MODEL.kvq.gguf, which is read beside MODEL. The default.")
 @click.option("--stats", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Statistics of pykvq calibrate -o; nothing is run.")
-@click.option("--key-bias", type=click.Choice(["none", "attn_k.bias", "measured"]), default="none", show_default=True,
+@click.option("--key-bias", type=click.Choice(KEY_BIAS), default=DEFAULT_KEY_BIAS, show_default=True,
               help="Bias of the keys before RoPE that the cache returns to the logit.")
 @click.option("--force", is_flag=True, help="Replace transforms, or a file, that are there already.")
 @run_options
@@ -29,6 +30,8 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
     """
     if bool(output) + in_place + sidecar > 1:
         raise click.UsageError("-o, --in-place and --sidecar exclude each other")
+    if key_bias not in CACHE_KEY_BIAS:
+        out.warn(f"the cache of this version cannot return a key bias: it will refuse data of --key-bias {key_bias}")
     from pykvq.calibration.embed import check_free_of_keys, embed_in, write_sidecar
     from pykvq.calibration.model_files import fingerprint, sidecar_path, splits
     from pykvq.gguf_file import GgufFile
