@@ -43,6 +43,10 @@ int kvq_block_for_head(enum ggml_type type, int64_t head_dim) {
     return member_type != GGML_TYPE_COUNT ? (int) ggml_blck_size(member_type) : 64;
 }
 
+enum ggml_type kvq_value_type(enum ggml_type type) {
+    return kvq_code(type) == KVQ_TIERED ? member(2, (int) ggml_blck_size(type)) : type;
+}
+
 enum ggml_type kvq_type_from_name(const char * name) {
 #define CASE(E, NAME, CODE) if (strcmp(name, NAME) == 0) return GGML_TYPE_##E;
     KVQ_FOR_EACH_FAMILY(CASE)

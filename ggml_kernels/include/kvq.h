@@ -30,6 +30,10 @@ GGML_API enum ggml_type kvq_type_for_head(enum ggml_type type, int64_t head_dim)
 // head_dim % block tells.
 GGML_API int kvq_block_for_head(enum ggml_type type, int64_t head_dim);
 
+// The type of the values in a cache whose type was named for both: turbo2 for oscar2, whose tiers suit keys alone (the
+// spectrum of values is nearly flat).
+GGML_API enum ggml_type kvq_value_type(enum ggml_type type);
+
 // the family's type for "turbo3"; GGML_TYPE_COUNT for an unknown name
 GGML_API enum ggml_type kvq_type_from_name(const char * name);
 

@@ -168,10 +168,23 @@ void llama_kv_cache::kvq_load() {
     for (size_t i = 0; i < layers.size(); i++) {
         layers[i].kvq = owned(layers[i]) ? &transforms->layers[i] : layers[i].kvq;
     }
-    if (g_off || !wanted || hparams.is_mla() || !has_hooks(model.arch)) {
+    const bool tiered = std::any_of(layers.begin(), layers.end(), [](const kv_layer & l) { return kvq_code(l.k->type) == KVQ_TIERED; });
+    const bool able = !hparams.is_mla() && has_hooks(model.arch);
+    if (tiered && !able) {
+        throw std::runtime_error(format("cache type oscar2 needs calibrated keys, which the attention of %s cannot have; use turbo3 or turbo4",
+            llm_arch_name(model.arch)));
+    }
+    if (tiered && g_off) {
+        throw std::runtime_error("cache type oscar2 needs calibrated keys, and kvq is off; leave it at auto, or use turbo2");
+    }
+    if (g_off || !wanted || !able) {
         return;
     }
     const kvq_metadata metadata(model);
+    if (tiered && metadata.empty()) {
+        throw std::runtime_error(format("cache type oscar2 needs calibrated keys, which this model does not carry; run: %s",
+            kvq_embed_command(model, false).c_str()));
+    }
     if (metadata.empty()) {
         return;
     }
@@ -201,6 +214,8 @@ void llama_kv_cache::kvq_load() {
             t.q_in   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
             t.k_mean = sinks || capped ? nullptr : ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
             t.k_hash = data[i].hash;
+        } else if (kvq_code(layer.k->type) == KVQ_TIERED) {
+            throw std::runtime_error(metadata.complaint(format("kvq.blk.%u.k.basis", layer.il), "missing, and cache type oscar2 needs it"));
         }
         if (ours(layer.v) && !data[i].v_mean.empty() && !sinks) {
             t.v_mean = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d_v, n_head);
