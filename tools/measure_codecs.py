@@ -165,7 +165,7 @@ def main() -> None:
             raise SystemExit(f"{a.text} has {len(tokens)} tokens, too few for --skip {a.skip} and {a.chunks} chunks of {a.ctx}")
 
         def run_all(callback):
-            with Context(model, a.ctx, "f16", n_batch=a.ctx, on_tensor=callback, threads=a.threads) as context:
+            with Context(model, a.ctx, "f16", n_batch=a.ctx, on_tensor=callback, threads=a.threads, kvq="off") as context:
                 for c in chunks:
                     context.clear()
                     yield context.decode_batch([(token, a.offset + i, 0, i >= a.ctx // 2) for i, token in enumerate(c)])

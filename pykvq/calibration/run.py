@@ -92,7 +92,7 @@ def calibrate(path: Path, state: Path | None = None, *, text: Sequence[Path] = (
             places = chunk_positions(chunks, length, header.context_train if _shifts(header) else 0, seed)
             run = Statistics(print_, source, drawn, places, Moments())
         observer, saved = Observer(run.moments.add), time.monotonic()
-        with Context(model, length, n_batch=length, threads=threads, on_tensor=observer) as context, _interrupting(observer):
+        with Context(model, length, n_batch=length, threads=threads, kvq="off", on_tensor=observer) as context, _interrupting(observer):
             try:
                 while not run.complete:
                     _one_chunk(run, context, observer)

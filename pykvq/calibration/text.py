@@ -28,7 +28,7 @@ def own_samples(model: Model, chunks: int, length: int, *, seed: int = 0, thread
     for first in range(0, chunks, PARALLEL):
         n = min(PARALLEL, chunks - first)
         tokens = np.full((n, length), start_token(model), np.int32)
-        with Context(model, n * length, n_seq=n, n_batch=n, threads=threads) as context:
+        with Context(model, n * length, n_seq=n, n_batch=n, threads=threads, kvq="off") as context:
             for i in range(length - 1):
                 logits = context.decode_batch([(int(tokens[s, i]), i, s, True) for s in range(n)])
                 tokens[:, i + 1] = _draw(logits, rng.random(n))

@@ -87,6 +87,12 @@ def test_inspect_says_when_the_sidecar_is_of_another_model(run, model):
     assert run("inspect", model.parent / "tiny.kvq.gguf").exit_code == 0         # alone it fits whatever it was made for
 
 
+def test_a_damaged_sidecar_does_not_stop_its_own_replacement(run, model):
+    (model.parent / "tiny.kvq.gguf").write_bytes(b"GGUF\3\0\0\0 no more")
+    one_line_error(run("embed-rotations", model, *FAST), "--force")
+    assert run("embed-rotations", model, "--force", *FAST).exit_code == 0 and run("inspect", model).exit_code == 0
+
+
 def test_plot(run, model, tmp_path):
     pytest.importorskip("matplotlib")
     assert run("embed-rotations", model, *FAST).exit_code == 0
