@@ -50,21 +50,15 @@ def text_chunks(model: Model, paths: Sequence[Path], chunks: int, length: int) -
     Raises ValueError when the files hold fewer tokens than that.
     """
     text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
-    out, window = [], len(text) // chunks
-    for i in range(chunks):
-        part = text[i * window:(i + 1) * window][:length * 32]
-        tokens = model.tokenize(part, bos=False)[:length - 1]
-        if len(tokens) < length - 1:
-            tokens = []
-            break
-        out.append([start_token(model), *tokens])
-    if len(out) < chunks:
-        total = len(model.tokenize(text, bos=False))
-        if total < chunks * (length - 1):
-            raise ValueError(f"the text has {total} tokens, {chunks * length} are asked for; use --tokens {max(total // length, 1) * length} or more text")
-        tokens = model.tokenize(text, bos=False)         # dense in some parts, sparse in others: cut by tokens
-        out = [[start_token(model), *tokens[i * (length - 1):(i + 1) * (length - 1)]] for i in range(chunks)]
-    return np.array(out, np.int32)
+    step, n = len(text) // chunks, length - 1
+    parts = [model.tokenize(text[i * step:(i + 1) * step][:32 * length], bos=False)[:n] for i in range(chunks)]
+    if min(map(len, parts)) < n:             # too short, or sparse in places: cut by tokens
+        tokens = model.tokenize(text, bos=False)
+        if len(tokens) < chunks * n:
+            hint = f"use --tokens {len(tokens) // n * length} or more text" if len(tokens) >= n else "use more text"
+            raise ValueError(f"the text has {len(tokens)} tokens, {chunks * length} are asked for; {hint}")
+        parts = [tokens[i * n:(i + 1) * n] for i in range(chunks)]
+    return np.array([[start_token(model), *part] for part in parts], np.int32)
 
 
 def text_hash(tokens: np.ndarray) -> str:

@@ -38,8 +38,8 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
     from pykvq.gguf_header import read_header
     read_header(model)
     target = model if in_place else output or sidecar_path(model)
-    splits(model)
-    if in_place or output:                       # refuse before minutes of calibration, not after them
+    splits(model)                                # a later split, or one that is missing, is told now
+    if in_place or output:
         check_free_of_keys(GgufFile(model), force)
     if not in_place and target.exists() and not force:
         raise InputError(f"{target} exists; use --force to replace it")
