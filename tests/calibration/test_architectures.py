@@ -89,8 +89,17 @@ def test_a_key_bias_of_the_model_is_removed(tmp_path):
     np.testing.assert_allclose(cov, np.cov(clean[:, 0].T, bias=True)[None], atol=2e-2)
     assert np.abs(measured_bias(s) - bias).max() < 0.02 * np.abs(bias).max()
     with_bias = build(stats, path, "attn_k.bias").layers[0]
-    assert (with_bias.lam.sum() < .2 * build(stats, path).layers[0].lam.sum()) and with_bias.bias is None
+    assert (with_bias.lam.sum() < .2 * build(stats, path, "none").layers[0].lam.sum()) and with_bias.bias is None
     assert build(stats, path, "measured").layers[0].bias.shape == (1, 64)
+
+
+@pytest.mark.parametrize("cache, bias, chosen", [(("none",), 1.0, "none"), (("none", "attn_k.bias"), 1.0, "attn_k.bias"),
+                                                 (("none", "attn_k.bias"), 0.0, "none"), (("none", "attn_k.bias", "measured"), 1.0, "measured")])
+def test_the_default_is_the_most_that_the_cache_can_return(tmp_path, monkeypatch, cache, bias, chosen):
+    path = small(tmp_path / "m.gguf", "qwen2", heads=2, heads_kv=1, bias=bias)
+    stats = calibrate(path, tokens=512, threads=1)
+    monkeypatch.setattr("pykvq.calibration.build.CACHE_KEY_BIAS", cache)
+    assert build(stats, path).key_bias == chosen
 
 
 def test_tensors_on_a_device_are_fetched(tmp_path, monkeypatch):
