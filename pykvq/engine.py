@@ -139,6 +139,14 @@ class Context:
             return np.empty((0, self.model.n_vocab), np.float32)
         return np.ctypeslib.as_array(native.llama_get_logits(self.handle), shape=(n, self.model.n_vocab)).copy()
 
+    def encode(self, tokens: Sequence[int]) -> None:
+        """Give the encoder of an encoder-decoder model its text, at most n_batch tokens. Raises RuntimeError when llama.cpp cannot."""
+        array = (native.llama_token * len(tokens))(*tokens)
+        forget()
+        status = native.llama_encode(self.handle, native.llama_batch_get_one(array, len(tokens)))
+        if status:
+            raise RuntimeError(reason(f"llama_encode failed with status {status}"))
+
     def info(self) -> CacheInfo:
         """Effective types and bytes per layer."""
         return cache_info(native._lib, self.handle)
@@ -156,7 +164,9 @@ class Context:
         native.llama_memory_seq_cp(self.memory, source, target, -1, -1)
 
     def shift(self, seq: int, start: int, delta: int) -> None:
-        """Move positions from `start` on by delta; the keys are turned at the next decode."""
+        """Move positions from `start` on by delta; the keys are turned at the next decode. Raises ValueError where none can be."""
+        if not native.llama_memory_can_shift(self.memory):
+            raise ValueError(f"{self.model.header.name} keeps a cache whose positions cannot be shifted")
         native.llama_memory_seq_add(self.memory, seq, start, -1, delta)
 
     def save(self, seq: int | None = None) -> bytes:

@@ -23,7 +23,7 @@ def executable(name: str) -> Path:
 
 def run(name: str) -> int:
     """Run an executable with this process's arguments; returns only on Windows or with an error (exit code 2)."""
-    problem = complaint(sys.argv[1:])
+    problem = complaint(sys.argv[1:], name)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

@@ -24,15 +24,17 @@ _ENVIRONMENT = {_MODEL: "LLAMA_ARG_MODEL", _TYPE_K: "LLAMA_ARG_CACHE_TYPE_K", _T
 _GPU_LIBRARIES = ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "cann", "opencl", "rpc")
 
 
-def complaint(arguments: Sequence[str]) -> str | None:
-    """Why these arguments cannot work, in one line; None when nothing speaks against them.
+def complaint(arguments: Sequence[str], program: str = "llama-server") -> str | None:
+    """Why these arguments of a program cannot work, in one line; None when nothing speaks against them.
 
     Only what is certain: a model that is still to be downloaded, or a setting left to llama.cpp, is not judged.
     """
     if arguments and arguments[-1] in _VALUED:
         return f"{arguments[-1]} needs a value" + (f": {', '.join(VALID_NAMES)}" if arguments[-1] in _TYPED else "")
     try:
-        types_k, types_v = (_value(arguments, names, "f16").split(",") for names in (_TYPE_K, _TYPE_V))      # llama-bench takes lists
+        types_k, types_v = ([_value(arguments, names, "f16")] for names in (_TYPE_K, _TYPE_V))
+        if program == "llama-bench":             # it alone takes lists
+            types_k, types_v = types_k[0].split(","), types_v[0].split(",")
         draft_k, draft_v = (_value(arguments, names, "f16") for names in (_DRAFT_K, _DRAFT_V))
         for name in (*types_k, *types_v, draft_k, draft_v):
             type_id(name)

@@ -6,7 +6,7 @@ from pykvq.preflight import complaint
 
 @pytest.mark.parametrize("arguments", [
     [], ["--help"], ["--version"], ["-hf", "someone/model"], ["--cache-type-k", "turbo3", "--cache-type-v", "turbo2", "-fa", "on"],
-    ["-ctk", "turbo3,f16,q8_0", "-ctv", "f16"], ["--flash-attn", "off"], ["-ctk", "turbo3", "-fa", "off"], ["-c", "2000000000"]])
+    ["--flash-attn", "off"], ["-ctk", "turbo3", "-fa", "off"], ["-c", "2000000000"]])
 def test_nothing_speaks_against_these(arguments):
     assert complaint(arguments) is None
 
@@ -31,7 +31,9 @@ def test_block_layouts_are_no_names():
 
 
 def test_unknown_type_in_a_list():
-    assert "'turbo9'" in complaint(["-ctk", "f16,turbo9"])
+    assert "'turbo9'" in complaint(["-ctk", "f16,turbo9"], "llama-bench")
+    assert complaint(["-ctk", "turbo3,f16,q8_0", "-ctv", "f16"], "llama-bench") is None
+    assert "'turbo3,f16'" in complaint(["-ctk", "turbo3,f16"], "llama-server")
 
 
 @pytest.mark.parametrize("off", ["off", "0", "1,0"])

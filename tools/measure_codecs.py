@@ -5,8 +5,8 @@
 
 llama.cpp keeps an f16 cache; its eval callback rewrites each layer's new rows, once written, with what the codec would give back.
 Statistics come from `pykvq calibrate MODEL -o FILE`; several files are compared, e.g. of samples and of text. Scored is the second
-half of each chunk against the f16 cache. --keep leaves the first tokens of a chunk in f16; --key-bias removes the model's own
-attn_k.bias before the codec and returns it exactly.
+half of each chunk against the f16 cache. --keep leaves the first tokens of a chunk in f16; --key-bias removes a pre-RoPE bias, the
+model's own attn_k.bias or the measured mean, before the codec and returns it exactly.
 """
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from measure_kld import Score                                        # noqa: E402
+from pykvq.calibration import KEY_BIAS                               # noqa: E402
 from pykvq.calibration.build import build                            # noqa: E402
-from pykvq.calibration.key_bias import turned                        # noqa: E402
+from pykvq.calibration.key_bias import measured_bias, turned         # noqa: E402
 from pykvq.calibration.loss import TIERS                             # noqa: E402
 from pykvq.calibration.model_files import tensor                     # noqa: E402
 from pykvq.calibration.run import Statistics                         # noqa: E402
@@ -85,6 +86,13 @@ def published(moments, kind):
     return lambda x, layer: np.stack([oscar_published.round_trip(x[:, h], R[layer][h], clip) for h in range(x.shape[1])], 1)
 
 
+def bias_of(model, layer, sums, kind):
+    """Pre-RoPE bias [h, d] of a layer."""
+    if kind == "measured":
+        return measured_bias(sums)
+    return np.frombuffer(tensor(model, f"blk.{layer}.attn_k.bias"), "<f4").reshape(sums.heads, -1).astype(np.float64)
+
+
 def debiased(codec, biases, moments, positions):
     """`codec` around keys without R(j) b, which is added back."""
     def f(x, layer):
@@ -128,7 +136,7 @@ def main() -> None:
     ap.add_argument("--skip", type=int, default=40000, help="tokens at the start of the text that are not scored")
     ap.add_argument("--offset", type=int, default=0, help="position of the first token of a chunk")
     ap.add_argument("--keep", type=int, default=4)
-    ap.add_argument("--key-bias", action="store_true")
+    ap.add_argument("--key-bias", choices=KEY_BIAS, default="none")
     ap.add_argument("--only", default="", help="regular expression that a codec's name must match")
     ap.add_argument("--threads", type=int)
     a = ap.parse_args()
@@ -136,16 +144,16 @@ def main() -> None:
     runs = {path.stem: Statistics.load(path) for path in a.stats}
     first = next(iter(runs.values())).moments
     codecs = {"turbo4": (plain(4), plain(4)), "turbo3": (plain(3), plain(3)), "turbo2": (plain(2), plain(2))}
-    biases = {i: np.frombuffer(tensor(a.model, f"blk.{i}.attn_k.bias"), "<f4").reshape(s.heads, -1).astype(np.float64)
-              for i, s in first.layers.items()} if a.key_bias else {}
     positions = a.offset + np.arange(a.ctx)
     for name, run in runs.items():
-        t = build(run, a.model, "attn_k.bias" if a.key_bias else "none").layers
+        t = build(run, a.model, a.key_bias).layers
         cal = {"turbo4 calibrated": (calibrated(t, plain(4)), centred(t, plain(4))), "turbo3 calibrated": (calibrated(t, plain(3)), centred(t, plain(3))),
                "turbo2 calibrated": (calibrated(t, plain(2)), centred(t, plain(2))),
                "K 4/2/1, V turbo3": (calibrated(t, None, TIERS), centred(t, plain(3))),
                "K 4/2/1, V f16": (calibrated(t, None, TIERS), None), "K turbo2 calibrated, V f16": (calibrated(t, plain(2)), None)}
-        if a.key_bias:
+        if a.key_bias != "none":
+            biases = {i: bias_of(a.model, i, s, a.key_bias) for i, s in run.moments.layers.items()}
+            cal["turbo3 not calibrated"] = plain(3), plain(3)
             cal = {f"{n}, bias returned": (debiased(k, biases, run.moments, positions), v) for n, (k, v) in cal.items()}
         codecs |= {f"{n} ({name})": pair for n, pair in cal.items()}
         codecs[f"OSCAR as published ({name})"] = published(run.moments, "k"), published(run.moments, "v")
@@ -157,7 +165,7 @@ def main() -> None:
             raise SystemExit(f"{a.text} has {len(tokens)} tokens, too few for --skip {a.skip} and {a.chunks} chunks of {a.ctx}")
 
         def run_all(callback):
-            with Context(model, a.ctx, "f16", n_batch=a.ctx, on_tensor=callback, threads=a.threads) as context:
+            with Context(model, a.ctx, "f16", n_batch=a.ctx, on_tensor=callback, threads=a.threads, kvq="off") as context:
                 for c in chunks:
                     context.clear()
                     yield context.decode_batch([(token, a.offset + i, 0, i >= a.ctx // 2) for i, token in enumerate(c)])

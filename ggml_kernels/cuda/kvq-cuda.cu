@@ -4,6 +4,7 @@
 #include "kvq-launch.cuh"
 #include "kvq-rows-ops.cuh"
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 
@@ -36,7 +37,7 @@ bool kvq_cuda_owns(const ggml_tensor * op) {
 static kvq_device kvq_device_of(const int device) {
     const auto & info = ggml_cuda_info().devices[device];
     // a multiprocessor has a little more shared memory than a block can take; half of it must not promise too much
-    return { info.nsm, info.smpbo, info.smpbo + 1024 };
+    return { info.nsm, info.smpbo, info.smpbo + 1024, info.cc >= GGML_CUDA_CC_HOPPER && ggml_cuda_highest_compiled_arch(info.cc) >= GGML_CUDA_CC_HOPPER };
 }
 
 static kvq_fattn_args kvq_fattn_args_of(const ggml_tensor * dst) {
@@ -174,6 +175,10 @@ static void kvq_allow_shared_memory(const int device, const kvq_fattn_kernel ker
     }
 }
 
+// The attention node that the launch of a cache write directly precedes: it may load its queries before that is done,
+// because the write waits for everything before itself. Empty once another kernel may have been launched.
+static thread_local const ggml_tensor * kvq_after_write;
+
 static void kvq_cuda_flash_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const int device = ggml_cuda_get_device();
     kvq_fattn_args a = kvq_fattn_args_of(dst);
@@ -182,14 +187,18 @@ static void kvq_cuda_flash_attn(ggml_backend_cuda_context & ctx, ggml_tensor * d
     GGML_ASSERT(kvq_plan(a, dk, dv, kvq_device_of(device), attention, combine));
 
     const size_t rows = size_t(a.n_seq)*a.n_tok*a.n_head;
-    ggml_cuda_pool_alloc<float>  part(ctx.pool(), rows*a.n_part*dv);
-    ggml_cuda_pool_alloc<float2> meta(ctx.pool(), rows*a.n_part);
+    ggml_cuda_pool_alloc<float>  part(ctx.pool(), std::max<size_t>(rows*a.n_part*dv, 1));
+    ggml_cuda_pool_alloc<float2> meta(ctx.pool(), std::max<size_t>(rows*a.n_part, 1));
     a.part = part.get();
     a.meta = meta.get();
+    a.early_queries = dst == kvq_after_write;
+    kvq_after_write = nullptr;
     kvq_allow_shared_memory(device, attention.kernel, attention.smem);
     ggml_cuda_kernel_launch(attention.kernel, ggml_cuda_kernel_launch_params(attention.grid, attention.block, attention.smem, ctx.stream()), a);
-    kvq_allow_shared_memory(device, combine.kernel, combine.smem);
-    ggml_cuda_kernel_launch(combine.kernel, ggml_cuda_kernel_launch_params(combine.grid, combine.block, combine.smem, ctx.stream()), a);
+    if (combine.kernel) {
+        kvq_allow_shared_memory(device, combine.kernel, combine.smem);
+        ggml_cuda_kernel_launch(combine.kernel, ggml_cuda_kernel_launch_params(combine.grid, combine.block, combine.smem, ctx.stream()), a);
+    }
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -221,7 +230,16 @@ int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
         // the second must not read or write what the first writes
         const bool apart = ours(v) && (v->flags & GGML_TENSOR_FLAG_COMPUTE) && v->view_src && k->view_src && v->view_src != k->view_src &&
             v->src[0]->view_src != k->view_src && v->src[0] != k;
-        return apart && kvq_cuda_set_rows_two(ctx, k, v) ? j - i : 0;
+        if (!apart || !kvq_cuda_set_rows_two(ctx, k, v)) {
+            return 0;
+        }
+        int next = j + 1;
+        while (next < graph->n_nodes && ggml_op_is_empty(graph->nodes[next]->op)) {
+            next++;
+        }
+        const bool attention = next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_FLASH_ATTN_EXT && kvq_cuda_owns(graph->nodes[next]);
+        kvq_after_write = attention ? graph->nodes[next] : nullptr;
+        return j - i;
     }
     return 0;
 }

@@ -1,21 +1,39 @@
 // The compiled shapes of the decode kernel. A stage holds a tile of every warp's K and V; the tile and the number of
-// stages keep two blocks of 8 heads resident on a multiprocessor with 227 KiB.
+// stages keep the aimed number of blocks resident on a multiprocessor with 227 KiB.
 #pragma once
 
 #include "kvq-decode.cuh"
 #include "kvq-launch.cuh"
 
+template <int KB, int VB, typename S, bool LINEAR> static constexpr kvq_decode_variant kvq_decode_of() {
+    return { kvq_decode<KB, VB, S, LINEAR>, S::TILE, S::STAGES, S::q_bytes, S::BLOCKS };
+}
+
+template <int KB, int VB, typename S> static constexpr kvq_decode_variant kvq_decode_short_of() {
+    return { kvq_decode_short<KB, VB, S>, S::TILE, S::STAGES, S::q_bytes, S::BLOCKS };
+}
+
+// one or two groups of 4 query rows a warp
 template <int KB, int VB, int DK, int DV, int NK, int NV, int VP, int TILE, int STAGES, int BLOCKS>
 static kvq_decode_entry kvq_decode_make() {
-    using S = kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS>;
-    return { kvq_decode<KB, VB, S, false>, nullptr, TILE, STAGES, VP, S::q_bytes, BLOCKS };
+    kvq_decode_entry e = {};
+    e.v_parts = VP;
+    e.general[0] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS, 1>, false>();
+    e.general[1] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS, 2>, false>();
+    return e;
 }
 
 template <int KB, int VB, int D> static kvq_decode_entry kvq_decode_small() {
     constexpr int tile = KB + VB > 4 ? 32 : 64, stages = KB + VB > 4 && KB + VB <= 6 ? 3 : 2;
     kvq_decode_entry e = kvq_decode_make<KB, VB, D, D, D, D, 1, tile, stages, 2>();
     if constexpr (D == 64 || D == 128) {
-        e.linear = kvq_decode<KB, VB, kvq_decode_shape<D, D, D, D, 1, tile, stages, 2>, true>;
+        // tiles of 64 tokens and two stages even where they leave room for one block: fewer instructions a token count for
+        // more than more warps
+        constexpr int bytes = 8*(kvq_block<KB, D>::bytes + kvq_block<VB, D>::bytes), blocks = 2*64*bytes <= 112000 ? 2 : 1;
+        e.linear[0] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, blocks, 1>, true>();
+        e.linear[1] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, KB + VB == 4 ? 2 : 1, 2>, true>();
+        e.brief[0] = kvq_decode_short_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 32, 2, 1, 1>>();
+        e.brief[1] = kvq_decode_short_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 32, 2, 1, 2>>();
     }
     return e;
 }

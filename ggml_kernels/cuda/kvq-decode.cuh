@@ -1,38 +1,55 @@
 // Attention of a few query rows against a compressed cache, in int8 tensor-core products.
 //
-// Warps of a block divide KV heads, groups of 8 query rows, parts of the value head and slices of a tile's tokens.
-// Queries are 16-bit fixed point: rows 0-7 of the 16-row tile hold the high byte, rows 8-15 the low byte, so both meet
-// in one thread's accumulators. Weights times value scales likewise, relative to the largest of the tile. The codes'
-// int8 levels are exact, the K scale goes into the logit, the V scale into the weight.
+// Warps of a block divide KV heads, groups of query rows, parts of the value head and slices of a tile's tokens. K and V
+// are the 16-row operands (tokens x values, and values x tokens), so that the cost of unpacking them is shared by every
+// query row. The narrow operand has 8 columns: columns 2t and 2t+1 hold the high and the low byte of row t's 16-bit fixed
+// point, and meet in one thread's accumulators. Queries are fixed point relative to the row's largest value; weights times
+// value scales likewise, relative to the largest of the tile. The codes' int8 levels are exact, the K scale goes into the
+// logit, the V scale into the weight.
 #pragma once
 
 #include "kvq-fattn.cuh"
 
-template <int DK_, int DV_, int NK_, int NV_, int VP_, int TILE_, int STAGES_, int BLOCKS_> struct kvq_decode_shape {
+#include <type_traits>
+
+template <int DK_, int DV_, int NK_, int NV_, int VP_, int TILE_, int STAGES_, int BLOCKS_, int GROUPS_> struct kvq_decode_shape {
     static constexpr int DK = DK_, DV = DV_;         // head sizes
     static constexpr int NK = NK_, NV = NV_;         // values per block
     static constexpr int VP = VP_;                   // parts of the value head, one warp each
     static constexpr int TILE = TILE_;               // tokens of one step of a warp
     static constexpr int STAGES = STAGES_;
     static constexpr int BLOCKS = BLOCKS_;           // resident blocks aimed at
+    static constexpr int GROUPS = GROUPS_;           // groups of 4 query rows that one warp serves
+    static constexpr int ROWS = 4*GROUPS;
     static constexpr int k_blocks = DK/NK, v_blocks = DV/NV/VP;
     static constexpr int k_steps  = (NK + 31)/32;    // products of 32 values per block, padded with zero queries
-    static constexpr int q_bytes  = k_blocks*k_steps*32*16;     // query fragments of one row group
+    static constexpr int q_bytes  = GROUPS*k_blocks*k_steps*32*8;      // query fragments of one warp's rows
 };
 
+template <int BITS> using kvq_decode_tables = kvq_tables<BITS, 0, kvq_product_shift>;
+
 #ifdef KVQ_AMPERE
-// coordinate i of a block of the K type -> byte in the fragments of 32-value products, without the row
-template <int KB, int N> static __device__ __forceinline__ int kvq_query_slot(const int i) {
-    if constexpr (KB == 4) {
-        const int half = i/(N/2), b = i % (N/2), u = b/2;
-        return ((u/8)*32 + (u & 3))*16 + ((u/4) & 1)*8 + 2*(b & 1) + half;
+// the tables of V: those of K when they are the same
+template <int VB, int KB> static __device__ __forceinline__ auto kvq_value_tables(const kvq_decode_tables<KB> & k) {
+    if constexpr (VB == KB) {
+        return k;
     } else {
-        const int k = i/(N/4), b = i % (N/4), u = b/2;
-        return ((u/4)*32 + (u & 3))*16 + (k & 1)*8 + 2*(b & 1) + (k >> 1);
+        return kvq_decode_tables<VB>(k.shift);
     }
 }
 
-// Rotates and quantises the 8 query rows of one group into fragments; row_scale gets the factors that undo it.
+// coordinate i of a block of the K type -> byte in the fragments of 32-value products, without the column
+template <int KB, int N> static __device__ __forceinline__ int kvq_query_slot(const int i) {
+    if constexpr (KB == 4) {
+        const int half = i/(N/2), b = i % (N/2), u = b/2;
+        return ((u/8)*32 + (u & 3))*8 + ((u/4) & 1)*4 + 2*(b & 1) + half;
+    } else {
+        const int k = i/(N/4), b = i % (N/4), u = b/2;
+        return ((u/4)*32 + (u & 3))*8 + (k & 1)*4 + 2*(b & 1) + (k >> 1);
+    }
+}
+
+// Rotates and quantises the query rows of one warp into fragments; row_scale gets the factors that undo it.
 template <int KB, typename S> static __device__ __forceinline__ void kvq_load_queries(
         const kvq_fattn_args & a, const int seq, const int head_kv, const int group, char * frags, float * row_scale, float * buf, const int lane) {
     constexpr int R = kvq_hadamard<S::NK>::regs;
@@ -41,11 +58,11 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
     }
     __syncwarp();
     // four rows at a time: their loads and their butterflies overlap
-    for (int r0 = 0; r0 < 8; r0 += 4) {
+    for (int r0 = 0; r0 < S::ROWS; r0 += 4) {
         float x[4][S::k_blocks][R];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int row = group*8 + r0 + r;
+            const int row = group*S::ROWS + r0 + r;
             const bool valid = row < a.gqa*a.n_tok;
             const int tok = valid ? row/a.gqa : 0, head = head_kv*a.gqa + (valid ? row % a.gqa : 0);
             const float * q = (const float *) (a.q + seq*a.nbq3 + tok*a.nbq1 + head*a.nbq2);
@@ -57,7 +74,7 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
                 }
             }
         }
-        if (group*8 + r0 >= a.gqa*a.n_tok) {
+        if (group*S::ROWS + r0 >= a.gqa*a.n_tok) {
             if (lane < 4) {
                 row_scale[r0 + lane] = 0.0f;
             }
@@ -95,9 +112,9 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
                     if (i < S::NK) {
                         const int v = __float2int_rn(x[r][b][j]*id);
                         const int hi = (v + 128) >> 8;
-                        char * at = frags + b*S::k_steps*32*16 + (r0 + r)*4*16 + kvq_query_slot<KB, S::NK>(i);
-                        at[0] = (char) hi;
-                        at[4] = (char) (v - 256*hi);
+                        char * at = frags + ((r0/4)*S::k_blocks + b)*S::k_steps*32*8 + r*8*8 + kvq_query_slot<KB, S::NK>(i);
+                        at[0]   = (char) hi;
+                        at[4*8] = (char) (v - 256*hi);
                     }
                 }
             }
@@ -113,51 +130,91 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
 // the four tokens' levels. 4-bit codes have two coordinate groups, the others four.
 template <int VB> struct kvq_value_unit { static constexpr int frags = VB == 4 ? 4 : 8; };
 
-template <int VB> static __device__ __forceinline__ void kvq_split_tokens(const uint32_t (&h)[4], uint32_t & low, uint32_t & high) {
-    const uint32_t a = __byte_perm(h[0], h[2], 0x5140);
-    const uint32_t b = __byte_perm(h[1], h[3], 0x5140);
-    low  = kvq_bitsel(0x0F0F0F0Fu, a, b << 4);
+static __device__ __forceinline__ void kvq_split_tokens(const kvq_product_shift & shift, const uint32_t (&h)[4], uint32_t & low, uint32_t & high) {
+    const uint32_t a = kvq_prmt(h[0], h[2], 0x5140);
+    const uint32_t b = kvq_prmt(h[1], h[3], 0x5140);
+    low  = kvq_bitsel(0x0F0F0F0Fu, a, shift.left<4>(b));
     high = kvq_bitsel(0x0F0F0F0Fu, a >> 4, b);
 }
 
 template <int VB> static __device__ __forceinline__ void kvq_value_frags(
-        const kvq_tables<VB, 0> & table, const uint32_t (&h)[4], const uint32_t (&hi)[4], uint32_t * f) {
+        const kvq_decode_tables<VB> & table, const uint32_t (&h)[4], const uint32_t (&hi)[4], uint32_t * f) {
     uint32_t low, high;
-    kvq_split_tokens<VB>(h, low, high);
+    kvq_split_tokens(table.shift, h, low, high);
     if constexpr (VB == 4) {
         table.two(low,  f[0], f[2]);
         table.two(high, f[1], f[3]);
     } else if constexpr (VB == 2) {
         table.two( low        & 0x33333333u, f[0], f[4]);
-        table.two((low  >> 2) & 0x33333333u, f[1], f[5]);
+        table.two((low >> 2) & 0x33333333u, f[1], f[5]);
         table.two( high       & 0x33333333u, f[2], f[6]);
         table.two((high >> 2) & 0x33333333u, f[3], f[7]);
     } else {
         uint32_t hl, hh;
-        kvq_split_tokens<3>(hi, hl, hh);
+        kvq_split_tokens(table.shift, hi, hl, hh);
         hl &= 0x55555555u;
         hh &= 0x55555555u;
-        table.two(kvq_bitsel(0x33333333u, low,       hl << 2), f[0], f[4]);
-        table.two(kvq_bitsel(0x33333333u, low  >> 2, hl),      f[1], f[5]);
-        table.two(kvq_bitsel(0x33333333u, high,      hh << 2), f[2], f[6]);
+        table.two(kvq_bitsel(0x33333333u, low,       table.shift.template left<2>(hl)), f[0], f[4]);
+        table.two(kvq_bitsel(0x33333333u, low >> 2, hl),      f[1], f[5]);
+        table.two(kvq_bitsel(0x33333333u, high,      table.shift.template left<2>(hh)), f[2], f[6]);
         table.two(kvq_bitsel(0x33333333u, high >> 2, hh),      f[3], f[7]);
     }
 }
+
+// The 16 tokens x 32 values of product s: registers of this thread's tokens g and g+8 (at0, at1: their block, plus 2t).
+template <int KB, int N> static __device__ __forceinline__ uint4 kvq_key_frag(
+        const kvq_decode_tables<KB> & table, const char * at0, const char * at1, const int s, const int t) {
+    uint4 f;
+    if constexpr (KB == 4) {
+        f.x = table.one(kvq_ld16(at0 + 16*s));
+        f.y = table.one(kvq_ld16(at1 + 16*s));
+        f.z = table.one(kvq_ld16(at0 + 16*s + 8));
+        f.w = table.one(kvq_ld16(at1 + 16*s + 8));
+    } else {
+        const uint32_t hi0 = KB == 3 ? kvq_hi16<N>(at0 - 2*t, 4*s + t) : 0u, hi1 = KB == 3 ? kvq_hi16<N>(at1 - 2*t, 4*s + t) : 0u;
+        kvq_unit_pair(table, kvq_ld16(at0 + 8*s), hi0, f.x, f.z);
+        kvq_unit_pair(table, kvq_ld16(at1 + 8*s), hi1, f.y, f.w);
+    }
+    return f;
+}
 #endif // KVQ_AMPERE
 
-// LINEAR: the usual case that a block takes all 8 KV heads of packed, 16-byte aligned rows; strides are constants then
-// and a tile is one run of bytes.
-template <int KB, int VB, typename S, bool LINEAR>
-static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid_constant__ kvq_fattn_args a) {
+// How a block of the decode kernel finds its data.
+enum kvq_decode_mode {
+    KVQ_GENERAL,    // any strides, any number of heads
+    KVQ_LINEAR,     // 8 KV heads of packed, 16-byte aligned rows, all query rows, whole tiles: strides are constants, a tile
+                    // is one run of bytes, its mask is staged with it, the queries stay in registers
+    KVQ_SHORT,      // the same for a context of a few tiles: the 8 blocks of a cluster share it and join their results
+};
+
+static constexpr int KVQ_CLUSTER = 8;
+
+static __device__ __forceinline__ void kvq_cluster_sync() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// word at this block's shared address, in the shared memory of another block of the cluster
+static __device__ __forceinline__ float kvq_cluster_load(const uint32_t address, const int rank) {
+    float x = 0.0f;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.f32 %0, [a];\n}" : "=f"(x) : "r"(address), "r"(rank) : "memory");
+#endif
+    return x;
+}
+
+template <int KB, int VB, typename S, int MODE>
+static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a) {
 #ifdef KVQ_AMPERE
-    constexpr int T = S::TILE, NJ = T/8;
+    constexpr bool LINEAR = MODE != KVQ_GENERAL;
+    constexpr int T = S::TILE, NI = T/16, NB = S::GROUPS;
     using BK = kvq_block<KB, S::NK>;
     using BV = kvq_block<VB, S::NV>;
-    constexpr int VU = kvq_value_unit<VB>::frags;                 // products per unit
+    constexpr int VU = kvq_value_unit<VB>::frags;                 // coordinates of a unit, registers of four tokens
     constexpr int QU = (BV::units + 7)/8;                         // units per thread and block
-    constexpr int OUT = S::v_blocks*QU*VU;                        // pairs of outputs per thread
+    constexpr int OUT = S::v_blocks*QU*VU;                        // outputs per thread and row
 
-    const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, warp = threadIdx.y, g = lane >> 2, t = lane & 3;    // the "& 31" tells the compiler that g < 8
     const int tid = warp*32 + lane, n_threads = blockDim.y*32;
 
     constexpr int K_SLICE = S::k_blocks*BK::bytes, V_SLICE = S::v_blocks*S::VP*BV::bytes;
@@ -183,39 +240,70 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
     const int tile0 = int(int64_t(split)*n_tiles/a.n_split), tile1 = int(int64_t(split + 1)*n_tiles/a.n_split);
 
     extern __shared__ __align__(16) char smem[];
-    char  * q_frags   = smem;                                                    // [heads*row_groups][q_bytes]
-    float * row_scale = (float *) (q_frags + heads*row_groups*S::q_bytes);   // [heads*row_groups][8]
-    char  * ring      = (char *) (row_scale + ((heads*row_groups*8 + 3) & ~3));
-    const int k_bytes = tile_tokens*k_stride, v_bytes = v_is_k ? 0 : tile_tokens*v_stride;
+    const int k_bytes = tile_tokens*k_stride, v_bytes = v_is_k ? 0 : tile_tokens*v_stride, m_bytes = LINEAR ? a.mask_rows*T*2 : 0;
+    const int stage_bytes = k_bytes + v_bytes + m_bytes;
+    // LINEAR: the queries pass through the part of the ring that is filled last
+    char  * q_frags   = smem + (!LINEAR ? 0 : S::STAGES > 1 ? (S::STAGES - 1)*stage_bytes : k_bytes);      // [heads*row_groups][q_bytes]
+    float * row_scale = (float *) (q_frags + heads*row_groups*S::q_bytes);       // [heads*row_groups][8]
+    char  * ring      = LINEAR ? smem : (char *) (row_scale + ((heads*row_groups*8 + 3) & ~3));
     const uint32_t ring_s = kvq_shared(ring);
+#ifdef KVQ_BULK_COPY
+    const uint32_t full_s = ring_s + S::STAGES*stage_bytes;      // LINEAR: a barrier for every stage
+    if (LINEAR && tid == 0) {
+        for (int i = 0; i < S::STAGES; ++i) {
+            kvq_bulk_init(full_s + 8*i);
+        }
+        kvq_bulk_fence();
+    }
+#endif
 
     const char * k_first = a.k.data + seq*a.k.nb3 + head0*a.k.nb2;
     const char * v_first = a.v.data + seq*a.v.nb3 + head0*a.v.nb2;
+    const char * m_first = a.mask ? a.mask + (seq % a.nem3)*a.nbm3 : nullptr;
 
-    auto fetch = [&](const int tile) {
+    // parts: 1 for K and the mask, 2 for V
+    auto fetch = [&](const int tile, const int parts) {
         if (tile < tile1) {
-            const uint32_t at = ring_s + uint32_t((tile - tile0) % S::STAGES)*(k_bytes + v_bytes);
+            const uint32_t at = ring_s + uint32_t((tile - tile0) % S::STAGES)*stage_bytes;
             const int token = tile*tile_tokens;
             if constexpr (LINEAR) {
-                // past the end come zeros
-                const char * ks = k_first + int64_t(token)*k_stride;
-                const int k_left = min(a.n_kv - token, T)*k_stride;
+                const char * ks = k_first + int64_t(token)*k_stride, * vs = v_first + int64_t(token)*v_stride;
+#ifdef KVQ_BULK_COPY
+                if (tid == 0) {
+                    const uint32_t barrier = full_s + (tile - tile0) % S::STAGES*8;
+                    if (parts & 1) {
+                        kvq_bulk_expect(barrier, stage_bytes);
+                        kvq_bulk_copy(at, ks, k_bytes, barrier);
+#pragma unroll 1
+                        for (int r = 0; r < a.mask_rows; ++r) {
+                            kvq_bulk_copy(at + k_bytes + v_bytes + r*T*2, m_first + r*a.nbm1 + token*2, T*2, barrier);
+                        }
+                    }
+                    if (parts & 2) {
+                        kvq_bulk_copy(at + k_bytes, vs, v_bytes, barrier);
+                    }
+                }
+                return;
+#else
 #pragma unroll
                 for (int i0 = 0; i0 < T*8*K_SLICE; i0 += 256*16) {
                     const int i = i0 + tid*16;
-                    if (i0 + 256*16 <= T*8*K_SLICE || i < T*8*K_SLICE) {
-                        kvq_cp_async<16>(at + i, ks + i, i < k_left);
+                    if ((parts & 1) && (i0 + 256*16 <= T*8*K_SLICE || i < T*8*K_SLICE)) {
+                        kvq_cp_async<16>(at + i, ks + i);
                     }
                 }
-                const char * vs = v_first + int64_t(token)*v_stride;
-                const int v_left = min(a.n_kv - token, T)*v_stride;
 #pragma unroll
                 for (int i0 = 0; i0 < T*8*V_SLICE; i0 += 256*16) {
                     const int i = i0 + tid*16;
-                    if (i0 + 256*16 <= T*8*V_SLICE || i < T*8*V_SLICE) {
-                        kvq_cp_async<16>(at + T*8*K_SLICE + i, vs + i, i < v_left);
+                    if ((parts & 2) && (i0 + 256*16 <= T*8*V_SLICE || i < T*8*V_SLICE)) {
+                        kvq_cp_async<16>(at + T*8*K_SLICE + i, vs + i);
                     }
                 }
+                constexpr int PIECES = T*2/16;       // of a mask row
+                if ((parts & 1) && tid < a.mask_rows*PIECES) {
+                    kvq_cp_async<16>(at + k_bytes + v_bytes + tid*16, m_first + (tid/PIECES)*a.nbm1 + (token + tid % PIECES*8)*2);
+                }
+#endif
             } else {
                 kvq_copy_window(a.k, k_first, at, token, tile_tokens, a.n_kv, tid, n_threads);
                 if (!v_is_k) {
@@ -226,204 +314,298 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
         kvq_cp_commit();
     };
 
+    const int slot = h + rg*heads;
+    auto load_queries = [&]() {
+        if (vp == 0 && sl == 0) {
+            // the last stage of the ring is still free: scratch for the rotations, of head sizes that are not linear, that need it
+            float * buf = LINEAR ? nullptr : (float *) (ring + (S::STAGES - 1)*stage_bytes) + slot*128;
+            kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + slot*S::q_bytes, row_scale + slot*8, buf, lane);
+        }
+    };
+    if (a.early_queries) {
+        load_queries();
+    }
     kvq_pdl_wait();
+    kvq_pdl_launch();
+    if constexpr (S::STAGES == 1) {
+        static_assert(LINEAR, "a single stage lends its part of V to the queries");
+        fetch(tile0, 1);
+    }
 #pragma unroll
     for (int s = 0; s < S::STAGES - 1; ++s) {
-        fetch(tile0 + s);
+        fetch(tile0 + s, 3);
     }
-    if (vp == 0 && sl == 0) {
-        // the last stage of the ring is still free: scratch for rotations that need shared memory
-        float * buf = (float *) (ring + (S::STAGES - 1)*(k_bytes + v_bytes)) + (h + rg*heads)*128;
-        kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + (h + rg*heads)*S::q_bytes, row_scale + (h + rg*heads)*8, buf, lane);
+    if (!a.early_queries) {
+        load_queries();
     }
+#ifdef KVQ_BULK_COPY
+    if (LINEAR) {
+        kvq_bulk_fence();
+    }
+#endif
     __syncthreads();
 
-    const char * my_q = q_frags + (h + rg*heads)*S::q_bytes + lane*16;
-    const float q_scale = row_scale[(h + rg*heads)*8 + g];
-    const int row = group*8 + g;
-    const bool row_valid = row < n_rows;
-    const int tok_q  = row_valid ? row/a.gqa : 0;
-    const int head_q = (head0 + h)*a.gqa + (row_valid ? row % a.gqa : 0);
-    const __half * mask = a.mask ? (const __half *) (a.mask + (seq % a.nem3)*a.nbm3 + tok_q*a.nbm1) : nullptr;
-    const float slope = kvq_slope(a, head_q)*KVQ_LOG2E;
-    const float logit_scale = q_scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E);
+    const char * my_q = q_frags + slot*S::q_bytes + lane*8;
+    constexpr int Q_FRAGS = NB*S::k_blocks*S::k_steps;
+    uint2 q_regs[LINEAR ? Q_FRAGS : 1];
+    if constexpr (LINEAR) {
+#pragma unroll
+        for (int i = 0; i < Q_FRAGS; ++i) {
+            q_regs[i] = *(const uint2 *) (my_q + i*32*8);
+        }
+    }
+    // this thread's row of every group of 4
+    float logit_scale[NB], slope[NB];
+    int tok_q[NB];
+#pragma unroll
+    for (int n = 0; n < NB; ++n) {
+        const int row = group*S::ROWS + 4*n + t;
+        const bool valid = row < n_rows;
+        tok_q[n] = valid ? row/a.gqa : 0;
+        logit_scale[n] = row_scale[slot*8 + 4*n + t]*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E);
+        slope[n] = kvq_slope(a, (head0 + h)*a.gqa + (valid ? row % a.gqa : 0))*KVQ_LOG2E;
+    }
 
     // where a token's slice begins in its window row: the copy starts at an address aligned down to its granularity
     auto shift_of = [&](const kvq_operand & o, const char * first, const int odd) {
         return LINEAR ? 0 : int((uintptr_t) first + odd*(o.nb1 & 3)) & (o.gran - 1);
     };
-    const int k_shift0 = shift_of(a.k, k_first, 0), k_shift1 = shift_of(a.k, k_first, 1);
-    const int v_shift0 = v_is_k ? k_shift0 : shift_of(a.v, v_first, 0), v_shift1 = v_is_k ? k_shift1 : shift_of(a.v, v_first, 1);
-    const int k_at  = (sl*T + g)*k_stride + ((g & 1) ? k_shift1 : k_shift0) + h*k_head + 2*t;
-    const int ks_at = (sl*T + 2*t)*k_stride + h*k_head + BK::scale_off;
-    const int v_at  = (sl*T + 2*t)*v_stride + h*v_head + vp*S::v_blocks*BV::bytes;
+    const int k_shift = shift_of(a.k, k_first, g & 1);
+    // logits are of tokens g, g+8, ...; the values' tokens are t, t+4, ...
+    const int v_shift_g = v_is_k ? k_shift : shift_of(a.v, v_first, g & 1), v_shift_t = v_is_k ? shift_of(a.k, k_first, t & 1) : shift_of(a.v, v_first, t & 1);
+    const int k_at  = (sl*T + g)*k_stride + k_shift + h*k_head;
+    const int v_off = h*v_head + vp*S::v_blocks*BV::bytes;
+    const int vs_at = (sl*T + g)*v_stride + v_shift_g + v_off + BV::scale_off;
+    const int v_at  = (sl*T + t)*v_stride + v_shift_t + v_off + 2*g;
+    // the exchange of weights: lanes of tokens 0-3 send the high bytes first, the others the low bytes
+    const uint32_t pick_a = g < 4 ? 0x7632 : 0x5410, pick_b = g < 4 ? 0x5410 : 0x7632;
+    const int lane_a = 4*t + (g >> 1) + ((g & 1) ? 16 : 0), lane_b = lane_a ^ 16;
 
-    const kvq_tables<KB, 0> k_table;
-    const kvq_tables<VB, 0> v_table;
+    const kvq_decode_tables<KB> k_table;
+    const kvq_decode_tables<VB> v_table = kvq_value_tables<VB, KB>(k_table);
 
-    float o[OUT][2];
+    float o[NB][OUT];
+    float m[NB], l[NB];
 #pragma unroll
-    for (int i = 0; i < OUT; ++i) {
-        o[i][0] = o[i][1] = 0.0f;
+    for (int n = 0; n < NB; ++n) {
+        m[n] = KVQ_NO_MAX;
+        l[n] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < OUT; ++i) {
+            o[n][i] = 0.0f;
+        }
     }
-    float m = KVQ_NO_MAX, l = 0.0f;
 
     for (int tile = tile0; tile < tile1; ++tile) {
-        kvq_cp_wait<S::STAGES - 2>();
-        __syncthreads();
-        fetch(tile + S::STAGES - 1);
-
-        const char * kt = ring + ((tile - tile0) % S::STAGES)*(k_bytes + v_bytes);
-        const char * vt = v_is_k ? kt : kt + k_bytes;
-        const int token = tile*tile_tokens + sl*T;
-
-        // mask of this row's token, two KV tokens a word
-        uint32_t mk[NJ];
-        if (mask && token + T <= a.n_kv && (a.nbm1 & 3) == 0) {
-#pragma unroll
-            for (int j = 0; j < NJ; ++j) {
-                mk[j] = *(const uint32_t *) (mask + token + 8*j + 2*t);
+        // copies of this tile done, and every warp done with the stage that is filled next
+        auto wait = [&](auto newer) {
+#ifdef KVQ_BULK_COPY
+            if (LINEAR) {
+                const int i = tile - tile0;
+                kvq_bulk_wait(full_s + i % S::STAGES*8, (i/S::STAGES) & 1);
+                return;
             }
+#endif
+            kvq_cp_wait<decltype(newer)::value>();
+        };
+        if constexpr (S::STAGES == 1) {
+            // the blocks of a multiprocessor take turns at loading
+            __syncthreads();
+            fetch(tile, tile == tile0 ? 2 : 3);
+            wait(std::integral_constant<int, 0>());
+            __syncthreads();
         } else {
+            wait(std::integral_constant<int, S::STAGES - 2>());
+            __syncthreads();
+            fetch(tile + S::STAGES - 1, 3);
+        }
+
+        const char * kt = ring + ((tile - tile0) % S::STAGES)*stage_bytes;
+        const char * vt = v_is_k ? kt : kt + k_bytes;
+        const int token = tile*tile_tokens + sl*T + g;
+
+        // mask of this thread's rows, tokens 8j + g
+        uint32_t mk[NB][2*NI], any_bits = 0;
 #pragma unroll
-            for (int j = 0; j < NJ; ++j) {
-                const int c = token + 8*j + 2*t;
-                const uint32_t lo = c     < a.n_kv ? (mask ? kvq_ld16(mask + c)     : 0u) : 0xFC00u;
-                const uint32_t hi = c + 1 < a.n_kv ? (mask ? kvq_ld16(mask + c + 1) : 0u) : 0xFC00u;
-                mk[j] = lo | (hi << 16);
+        for (int n = 0; n < NB; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2*NI; ++j) {
+                if constexpr (LINEAR) {
+                    mk[n][j] = a.mask_rows ? kvq_ld16(kt + k_bytes + v_bytes + (tok_q[n]*T + 8*j + g)*2) : 0u;
+                } else {
+                    mk[n][j] = token + 8*j >= a.n_kv ? 0xFC00u : m_first ? kvq_ld16(m_first + tok_q[n]*a.nbm1 + (token + 8*j)*2) : 0u;
+                }
+                any_bits |= mk[n][j];
             }
-        }
-        uint32_t all_hidden = 0xFC00FC00u, any_bits = 0;
-#pragma unroll
-        for (int j = 0; j < NJ; ++j) {
-            all_hidden &= mk[j];
-            any_bits   |= mk[j];
-        }
-        // both tests are exact: minus infinity has no other bits set that "or" could add
-        if (__all_sync(0xFFFFFFFFu, all_hidden == 0xFC00FC00u && any_bits == 0xFC00FC00u)) {
-            continue;
         }
         const bool masked = __any_sync(0xFFFFFFFFu, any_bits != 0);
+        if (masked) {
+            bool hidden = true;
+#pragma unroll
+            for (int n = 0; n < NB; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2*NI; ++j) {
+                    hidden = hidden && mk[n][j] == 0xFC00u;
+                }
+            }
+            if (__all_sync(0xFFFFFFFFu, hidden)) {
+                continue;
+            }
+        }
 
-        // logits: p[j][e] of row g and tokens 8j + 2t + e
-        float p[NJ][2];
+        // logits: p[n][j] of row 4n + t and token 8j + g
+        float p[NB][2*NI];
 #pragma unroll
         for (int b = 0; b < S::k_blocks; ++b) {
-            int c[NJ][4];
+            int c[NB][NI][4];
 #pragma unroll
-            for (int j = 0; j < NJ; ++j) {
-                c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
-            }
+            for (int n = 0; n < NB; ++n) {
 #pragma unroll
-            for (int s = 0; s < S::k_steps; ++s) {
-                const uint4 qa = *(const uint4 *) (my_q + (b*S::k_steps + s)*32*16);
-#pragma unroll
-                for (int j = 0; j < NJ; ++j) {
-                    const char * at = kt + k_at + 8*j*k_stride + b*BK::bytes;
-                    uint32_t b0, b1;
-                    if constexpr (KB == 4) {
-                        b0 = k_table.one(kvq_ld16(at + 16*s));
-                        b1 = k_table.one(kvq_ld16(at + 16*s + 8));
-                    } else {
-                        const uint32_t hi = KB == 3 ? kvq_hi16<S::NK>(at - 2*t, 4*s + t) : 0u;
-                        kvq_unit_pair(k_table, kvq_ld16(at + 8*s), hi, b0, b1);
-                    }
-                    kvq_mma_s8(c[j], qa, b0, b1);
+                for (int i = 0; i < NI; ++i) {
+                    c[n][i][0] = c[n][i][1] = c[n][i][2] = c[n][i][3] = 0;
                 }
             }
 #pragma unroll
-            for (int j = 0; j < NJ; ++j) {
+            for (int s = 0; s < S::k_steps; ++s) {
+                uint2 qb[NB];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const float d = kvq_ld_half(kt + ks_at + (8*j + e)*k_stride + (e ? k_shift1 : k_shift0) + b*BK::bytes);
-                    const float x = float(c[j][e]*256 + c[j][2 + e]);
-                    const float ds = d*logit_scale;
-                    p[j][e] = b == 0 ? x*ds : fmaf(x, ds, p[j][e]);
+                for (int n = 0; n < NB; ++n) {
+                    const int f = (n*S::k_blocks + b)*S::k_steps + s;
+                    qb[n] = LINEAR ? q_regs[LINEAR ? f : 0] : *(const uint2 *) (my_q + f*32*8);
+                }
+#pragma unroll
+                for (int i = 0; i < NI; ++i) {
+                    const char * at = kt + k_at + 16*i*k_stride + b*BK::bytes + 2*t;
+                    const uint4 kf = kvq_key_frag<KB, S::NK>(k_table, at, at + 8*k_stride, s, t);
+#pragma unroll
+                    for (int n = 0; n < NB; ++n) {
+                        kvq_mma_s8(c[n][i], kf, qb[n].x, qb[n].y);
+                    }
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 2*NI; ++j) {
+                const float d = kvq_ld_half(kt + k_at + 8*j*k_stride + b*BK::bytes + BK::scale_off);
+#pragma unroll
+                for (int n = 0; n < NB; ++n) {
+                    const float x = float(k_table.shift.join(c[n][j/2][2*(j & 1)], c[n][j/2][2*(j & 1) + 1]));
+                    const float ds = d*logit_scale[n];
+                    p[n][j] = b == 0 ? x*ds : fmaf(x, ds, p[n][j]);
                 }
             }
         }
         if (a.softcap != 0.0f) {
 #pragma unroll
-            for (int j = 0; j < NJ; ++j) {
-                p[j][0] = a.softcap*KVQ_LOG2E*tanhf(p[j][0]);
-                p[j][1] = a.softcap*KVQ_LOG2E*tanhf(p[j][1]);
+            for (int n = 0; n < NB; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2*NI; ++j) {
+                    p[n][j] = a.softcap*KVQ_LOG2E*tanhf(p[n][j]);
+                }
             }
         }
         if (masked) {
 #pragma unroll
-            for (int j = 0; j < NJ; ++j) {
-                const float2 mf = __half22float2(*(const __half2 *) &mk[j]);
-                p[j][0] = fmaf(slope, mf.x, p[j][0]);
-                p[j][1] = fmaf(slope, mf.y, p[j][1]);
+            for (int n = 0; n < NB; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2*NI; ++j) {
+                    p[n][j] = fmaf(slope[n], __half2float(__ushort_as_half((unsigned short) mk[n][j])), p[n][j]);
+                }
             }
         }
-        float tile_max = -INFINITY;
+        float m_new[NB];
+        bool moved = false;
 #pragma unroll
-        for (int j = 0; j < NJ; ++j) {
-            tile_max = fmaxf(tile_max, fmaxf(p[j][0], p[j][1]));
+        for (int n = 0; n < NB; ++n) {
+            float top = p[n][0];
+#pragma unroll
+            for (int j = 1; j < 2*NI; ++j) {
+                top = fmaxf(top, p[n][j]);
+            }
+            m_new[n] = top;
         }
-        tile_max = fmaxf(tile_max, __shfl_xor_sync(0xFFFFFFFFu, tile_max, 1));
-        tile_max = fmaxf(tile_max, __shfl_xor_sync(0xFFFFFFFFu, tile_max, 2));
-        const float m_new = fmaxf(m, tile_max);
-        const float decay = kvq_exp2(m - m_new);
-        if (__any_sync(0xFFFFFFFFu, m_new != m)) {
 #pragma unroll
-            for (int i = 0; i < OUT; ++i) {
-                o[i][0] *= decay;
-                o[i][1] *= decay;
+        for (int w = 4; w <= 16; w *= 2) {
+#pragma unroll
+            for (int n = 0; n < NB; ++n) {
+                m_new[n] = fmaxf(m_new[n], __shfl_xor_sync(0xFFFFFFFFu, m_new[n], w));
             }
         }
-        m = m_new;
-        float sum = 0.0f;
 #pragma unroll
-        for (int j = 0; j < NJ; ++j) {
+        for (int n = 0; n < NB; ++n) {
+            m_new[n] = fmaxf(m[n], m_new[n]);
+            moved = moved || m_new[n] != m[n];
+        }
+        if (__any_sync(0xFFFFFFFFu, moved)) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                p[j][e] = kvq_exp2(p[j][e] - m_new);
-                sum += p[j][e];
+            for (int n = 0; n < NB; ++n) {
+                const float decay = kvq_exp2(m[n] - m_new[n]);
+                m[n] = m_new[n];
+                l[n] *= decay;
+#pragma unroll
+                for (int i = 0; i < OUT; ++i) {
+                    o[n][i] *= decay;
+                }
             }
         }
-        l = fmaf(l, decay, sum);
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 2*NI; ++j) {
+                p[n][j] = kvq_exp2(p[n][j] - m[n]);
+                sum += p[n][j];
+            }
+            l[n] += sum;
+        }
 
 #pragma unroll
         for (int b = 0; b < S::v_blocks; ++b) {
             // weights times value scales as 16-bit fixed point relative to the tile's largest
-            const char * vs = vt + v_at + b*BV::bytes;
-            float x[NJ][2], x_max = 0.0f;
+            float x[NB][2*NI], x_max[NB], from_fixed[NB];
 #pragma unroll
-            for (int j = 0; j < NJ; ++j) {
+            for (int j = 0; j < 2*NI; ++j) {
+                const float d = kvq_ld_half(vt + vs_at + 8*j*v_stride + b*BV::bytes);
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    x[j][e] = p[j][e]*kvq_ld_half(vs + (8*j + e)*v_stride + (e ? v_shift1 : v_shift0) + BV::scale_off);
-                    x_max = fmaxf(x_max, x[j][e]);
+                for (int n = 0; n < NB; ++n) {
+                    x[n][j] = p[n][j]*d;
+                    x_max[n] = j == 0 ? x[n][j] : fmaxf(x_max[n], x[n][j]);
                 }
             }
-            x_max = fmaxf(x_max, __shfl_xor_sync(0xFFFFFFFFu, x_max, 1));
-            x_max = fmaxf(x_max, __shfl_xor_sync(0xFFFFFFFFu, x_max, 2));
-            const bool some = x_max > 1e-30f;
-            const float to_fixed = some ? 65280.0f/x_max : 0.0f;
-            const float from_fixed = some ? x_max*(1.0f/65280.0f) : 0.0f;
-            uint4 pa[T/32];
 #pragma unroll
-            for (int s = 0; s < T/32; ++s) {
-                uint32_t lo[2], hi[2];
+            for (int w = 4; w <= 16; w *= 2) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int j = 4*s + 2*i;
-                    const uint32_t f0 = __float_as_uint(fmaf(x[j    ][0], to_fixed, 8388608.0f)), f1 = __float_as_uint(fmaf(x[j    ][1], to_fixed, 8388608.0f));
-                    const uint32_t f2 = __float_as_uint(fmaf(x[j + 1][0], to_fixed, 8388608.0f)), f3 = __float_as_uint(fmaf(x[j + 1][1], to_fixed, 8388608.0f));
-                    const uint32_t t01 = __byte_perm(f0, f1, 0x5140), t23 = __byte_perm(f2, f3, 0x5140);
-                    lo[i] = __byte_perm(t01, t23, 0x5410);
-                    hi[i] = __byte_perm(t01, t23, 0x7632);
+                for (int n = 0; n < NB; ++n) {
+                    x_max[n] = fmaxf(x_max[n], __shfl_xor_sync(0xFFFFFFFFu, x_max[n], w));
                 }
-                pa[s] = make_uint4(hi[0], lo[0], hi[1], lo[1]);
+            }
+            uint2 pb[NB][T/32];
+#pragma unroll
+            for (int n = 0; n < NB; ++n) {
+                const bool some = x_max[n] > 1e-30f;
+                const float to_fixed = some ? 65280.0f/x_max[n] : 0.0f;
+                from_fixed[n] = some ? x_max[n]*(1.0f/65280.0f) : 0.0f;
+#pragma unroll
+                for (int s = 0; s < T/32; ++s) {
+                    uint32_t f[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        f[i] = __float_as_uint(fmaf(x[n][4*s + i], to_fixed, 8388608.0f));
+                    }
+                    const uint32_t t01 = kvq_prmt(f[0], f[1], 0x5140), t23 = kvq_prmt(f[2], f[3], 0x5140);
+                    const uint32_t va = __shfl_sync(0xFFFFFFFFu, kvq_prmt(t01, t23, pick_a), lane_a);
+                    const uint32_t vb = __shfl_sync(0xFFFFFFFFu, kvq_prmt(t01, t23, pick_b), lane_b);
+                    pb[n][s] = (g & 1) ? make_uint2(vb, va) : make_uint2(va, vb);
+                }
             }
 #pragma unroll
             for (int qu = 0; qu < QU; ++qu) {
-                int c[VU][4];
+                int c[NB][VU/2][4];
 #pragma unroll
-                for (int i = 0; i < VU; ++i) {
-                    c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0;
+                for (int n = 0; n < NB; ++n) {
+#pragma unroll
+                    for (int i = 0; i < VU/2; ++i) {
+                        c[n][i][0] = c[n][i][1] = c[n][i][2] = c[n][i][3] = 0;
+                    }
                 }
 #pragma unroll
                 for (int s = 0; s < T/32; ++s) {
@@ -433,56 +615,135 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
                         uint32_t lo[4], hi[4];
 #pragma unroll
                         for (int n = 0; n < 4; ++n) {
-                            const char * at = vs + (32*s + 16*i + 8*(n >> 1) + (n & 1))*v_stride + ((n & 1) ? v_shift1 : v_shift0);
-                            lo[n] = kvq_ld16(at + 2*(g + 8*qu));
-                            hi[n] = VB == 3 ? kvq_hi16<S::NV>(at, g + 8*qu) : 0u;
+                            const char * at = vt + v_at + (32*s + 4*i + 8*n)*v_stride + b*BV::bytes;
+                            lo[n] = kvq_ld16(at + 16*qu);
+                            hi[n] = VB == 3 ? kvq_hi16<S::NV>(at - 2*g, g + 8*qu) : 0u;
                         }
                         kvq_value_frags<VB>(v_table, lo, hi, f[i]);
                     }
 #pragma unroll
-                    for (int i = 0; i < VU; ++i) {
-                        kvq_mma_u8s8(c[i], pa[s], f[0][i], f[1][i]);
+                    for (int i = 0; i < VU/2; ++i) {
+                        const uint4 vf = make_uint4(f[0][2*i], f[0][2*i + 1], f[1][2*i], f[1][2*i + 1]);
+#pragma unroll
+                        for (int n = 0; n < NB; ++n) {
+                            kvq_mma_s8u8(c[n][i], vf, pb[n][s].x, pb[n][s].y);
+                        }
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < VU; ++i) {
+                for (int n = 0; n < NB; ++n) {
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float & acc = o[(b*QU + qu)*VU + i][e];
-                        acc = fmaf(float(c[i][e]*256 + c[i][2 + e]), from_fixed, acc);
+                    for (int i = 0; i < VU; ++i) {
+                        float & acc = o[n][(b*QU + qu)*VU + i];
+                        acc = fmaf(float(v_table.shift.join(c[n][i/2][2*(i & 1)], c[n][i/2][2*(i & 1) + 1])), from_fixed[n], acc);
                     }
                 }
             }
         }
     }
-    kvq_pdl_launch();
 
-    l += __shfl_xor_sync(0xFFFFFFFFu, l, 1);
-    l += __shfl_xor_sync(0xFFFFFFFFu, l, 2);
-    if (!row_valid) {
-        return;
+    if constexpr (MODE == KVQ_SHORT) {
+        __syncthreads();            // the ring becomes the place of the results: [head][row][DV], then (maximum, sum)
     }
-    const int64_t part = ((int64_t(seq)*a.n_tok + tok_q)*a.n_head + head_q)*a.n_part + split*slices + sl;
-    if (vp == 0 && t == 0) {
-        a.meta[part] = make_float2(m, l);
-    }
-    float * out = a.part + part*S::DV + vp*S::v_blocks*S::NV;
+    float  * own_part = (float *) smem;
+    float2 * own_meta = (float2 *) (own_part + 8*S::ROWS*S::DV);
     constexpr float unit = 1.0f/kvq_scale_of<VB>();
     constexpr int group_dims = VB == 4 ? S::NV/2 : S::NV/4;
 #pragma unroll
-    for (int b = 0; b < S::v_blocks; ++b) {
+    for (int n = 0; n < NB; ++n) {
 #pragma unroll
-        for (int qu = 0; qu < QU; ++qu) {
-            if (4*t + 16*qu < group_dims) {
+        for (int w = 4; w <= 16; w *= 2) {
+            l[n] += __shfl_xor_sync(0xFFFFFFFFu, l[n], w);
+        }
+        const int row = group*S::ROWS + 4*n + t;
+        if (row >= n_rows) {
+            continue;
+        }
+        const int64_t part = MODE == KVQ_SHORT ? h*S::ROWS + row :
+            ((int64_t(seq)*a.n_tok + tok_q[n])*a.n_head + (head0 + h)*a.gqa + row % a.gqa)*a.n_part + split*slices + sl;
+        if (vp == 0 && g == 0) {
+            (MODE == KVQ_SHORT ? own_meta : a.meta)[part] = make_float2(m[n], l[n]);
+        }
+        float * out = (MODE == KVQ_SHORT ? own_part : a.part) + part*S::DV + vp*S::v_blocks*S::NV;
 #pragma unroll
-                for (int k = 0; k < VU/2; ++k) {
-                    // columns 2t, 2t+1 of the two byte positions are four neighbouring coordinates
-                    const float (&c0)[2] = o[(b*QU + qu)*VU + k];
-                    const float (&c1)[2] = o[(b*QU + qu)*VU + VU/2 + k];
-                    *(float4 *) (out + b*S::NV + k*group_dims + 16*qu + 4*t) = make_float4(c0[0]*unit, c1[0]*unit, c0[1]*unit, c1[1]*unit);
+        for (int b = 0; b < S::v_blocks; ++b) {
+#pragma unroll
+            for (int qu = 0; qu < QU; ++qu) {
+                const int u = g + 8*qu;
+                if (u < BV::units) {
+#pragma unroll
+                    for (int k = 0; k < VU/2; ++k) {
+                        // the two byte positions of a unit are neighbouring coordinates
+                        const float * c = o[n] + (b*QU + qu)*VU + k;
+                        *(float2 *) (out + b*S::NV + k*group_dims + 2*u) = make_float2(c[0]*unit, c[VU/2]*unit);
+                    }
                 }
             }
         }
     }
+    if constexpr (MODE == KVQ_SHORT) {
+        // block r of the cluster joins the results of head r, a row a warp
+        constexpr int R = kvq_hadamard<S::NV>::regs;
+        const int head = split, row = warp;
+        kvq_cluster_sync();
+        if (row < n_rows) {
+            const uint32_t meta = kvq_shared(own_meta + head*S::ROWS + row), part = kvq_shared(own_part + (head*S::ROWS + row)*S::DV + lane);
+            float x[R], w[KVQ_CLUSTER], sums[KVQ_CLUSTER], y[KVQ_CLUSTER][R];
+#pragma unroll
+            for (int i = 0; i < KVQ_CLUSTER; ++i) {
+                w[i]    = kvq_cluster_load(meta, i);
+                sums[i] = kvq_cluster_load(meta + 4, i);
+#pragma unroll
+                for (int r = 0; r < R; ++r) {
+                    y[i][r] = kvq_cluster_load(part + r*32*4, i);
+                }
+            }
+            const int head_q = head*a.gqa + row % a.gqa;
+            const float sink = a.sinks ? a.sinks[head_q]*KVQ_LOG2E : KVQ_NO_MAX;
+            float top = sink;
+#pragma unroll
+            for (int i = 0; i < KVQ_CLUSTER; ++i) {
+                top = fmaxf(top, w[i]);
+            }
+            float sum = a.sinks ? exp2f(sink - top) : 0.0f;
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                x[r] = 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < KVQ_CLUSTER; ++i) {
+                const float f = exp2f(w[i] - top);
+                sum = fmaf(f, sums[i], sum);
+#pragma unroll
+                for (int r = 0; r < R; ++r) {
+                    x[r] = fmaf(f, y[i][r], x[r]);
+                }
+            }
+            const float total = sum > 0.0f ? rsqrtf(float(S::NV))/sum : 0.0f;       // a row that sees nothing is zero
+            kvq_hadamard_warp<S::NV, true>(x, nullptr, lane);
+            kvq_apply_signs<S::NV>(x, lane);
+            float * out = a.dst + ((int64_t(seq)*a.n_tok + row/a.gqa)*a.n_head + head_q)*S::DV + lane;
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+                out[r*32] = x[r]*total;
+            }
+        }
+        kvq_cluster_sync();         // the others may still be reading this block's results
+    }
 #endif // KVQ_AMPERE
+}
+
+template <int KB, int VB, typename S, bool LINEAR>
+static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid_constant__ kvq_fattn_args a) {
+    kvq_decode_body<KB, VB, S, LINEAR ? KVQ_LINEAR : KVQ_GENERAL>(a);
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define KVQ_CLUSTER_DIMS __cluster_dims__(KVQ_CLUSTER, 1, 1)
+#else
+#define KVQ_CLUSTER_DIMS
+#endif
+template <int KB, int VB, typename S>
+static __global__ void KVQ_CLUSTER_DIMS __launch_bounds__(256, S::BLOCKS) kvq_decode_short(const __grid_constant__ kvq_fattn_args a) {
+    kvq_decode_body<KB, VB, S, KVQ_SHORT>(a);
 }

@@ -39,9 +39,10 @@ struct kvq_fattn_args {
     float   scale, softcap, max_bias, m0, m1;
     uint32_t n_head_log2;
     int     n_split, n_part;    // blocks, and partial results, along the context
-    int     mask_rows;          // prefill: mask rows staged in shared memory, 0 to read them from memory
+    int     mask_rows;          // mask rows staged in shared memory, 0 to read them from memory
     int     heads, row_groups, slices;      // decode: what the warps of one block divide among themselves
     bool    v_is_k;             // V is the head of K's slice (MLA)
+    bool    early_queries;      // decode: the launch before this one did not write the queries
 };
 
 typedef void (* kvq_fattn_kernel)(const kvq_fattn_args);
@@ -87,13 +88,39 @@ static __device__ __forceinline__ uint32_t kvq_shared(const void * p) {
     return (uint32_t) __cvta_generic_to_shared(p);
 }
 
+// The copy engine of compute capability 9.0: one thread asks for a run of bytes, a barrier in shared memory counts them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define KVQ_BULK_COPY
+static __device__ __forceinline__ void kvq_bulk_init(const uint32_t barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+}
+// after initialising barriers, and after writing with ordinary stores what the copy engine will overwrite
+static __device__ __forceinline__ void kvq_bulk_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+static __device__ __forceinline__ void kvq_bulk_expect(const uint32_t barrier, const int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+static __device__ __forceinline__ void kvq_bulk_copy(const uint32_t dst, const void * src, const int bytes, const uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        :: "r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
+}
+static __device__ __forceinline__ void kvq_bulk_wait(const uint32_t barrier, const int parity) {
+    uint32_t done;
+    do {
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+#endif
+
 static __device__ __forceinline__ void kvq_mma_s8(int (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
-static __device__ __forceinline__ void kvq_mma_u8s8(int (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+static __device__ __forceinline__ void kvq_mma_s8u8(int (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }

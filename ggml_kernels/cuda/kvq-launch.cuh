@@ -7,18 +7,28 @@ struct kvq_device {
     int    n_sm;
     size_t smem_block;      // most shared memory of one block, opted in
     size_t smem_sm;         // of one multiprocessor
+    bool   clusters;        // blocks can form clusters (compute capability 9.0)
 };
 
 struct kvq_launch {
     kvq_fattn_kernel kernel = nullptr;
     dim3   grid, block;
     size_t smem = 0;
+    bool   joined = false;          // needs no combine kernel
 };
 
 // one compiled shape of the decode kernel
+struct kvq_decode_variant {
+    kvq_fattn_kernel kernel;                // null when not compiled
+    int tile, stages, q_bytes, blocks;
+};
+
+// Kernels for one pair of types and head sizes: index 0 for up to 4 query rows of a KV head, 1 for more.
 struct kvq_decode_entry {
-    kvq_fattn_kernel kernel, linear;        // linear: for 8 KV heads in packed, aligned rows; may be null
-    int tile, stages, v_parts, q_bytes, blocks;
+    kvq_decode_variant general[2];
+    kvq_decode_variant linear[2];           // for 8 KV heads in packed, aligned rows
+    kvq_decode_variant brief[2];            // the same for short contexts, without a combine kernel
+    int v_parts;
 };
 
 // one compiled shape of the prefill kernel
@@ -28,7 +38,7 @@ struct kvq_prefill_entry {
     size_t fixed_bytes;
 };
 
-// Decode kernel for bits per code of K and V and the head sizes; kernel is null when none is compiled. v_is_k: V is a view of K.
+// Decode kernels for bits per code of K and V and the head sizes; null when none are compiled. v_is_k: V is a view of K.
 kvq_decode_entry  kvq_find_decode (int k_bits, int v_bits, int dk, int dv, bool v_is_k);
 // Prefill kernels for the head sizes, index 0 the largest tile; kernel is null past the last.
 kvq_prefill_entry kvq_find_prefill(int dk, int dv, bool v_is_k, int index);
@@ -66,17 +76,69 @@ static inline void kvq_set_window(kvq_operand & o, const int heads) {
     }
 }
 
+// Splits the context so that the blocks fill the device: uneven runs of tiles where a block has several.
+static inline int kvq_decode_splits(const int tiles, const int want) {
+    if (tiles >= 4*want) {
+        return want < 1 ? 1 : want;
+    }
+    const int each = (tiles + want - 1)/want;
+    return (tiles + each - 1)/each;
+}
+
+// Tiles up to which one cluster takes the whole context.
+static constexpr int KVQ_SHORT_TILES = 16;
+
+// Eight KV heads in one block, their tokens' rows packed, whole tiles, a mask whose rows allow 16-byte copies.
+static inline bool kvq_plan_decode_linear(kvq_fattn_args & a, const kvq_decode_entry & pair, const int size, const kvq_device & dev, kvq_launch & out) {
+    auto run_of_rows = [](const kvq_operand & o) {
+        return o.nb2 == o.bytes && o.nb1 == 8*o.bytes && o.nb3 % 16 == 0 && (uintptr_t) o.data % 16 == 0;
+    };
+    const kvq_decode_variant & brief = pair.brief[size];
+    const bool is_short = brief.kernel && dev.clusters && a.n_kv <= KVQ_SHORT_TILES*brief.tile && a.n_kv % brief.tile == 0;
+    const kvq_decode_variant & e = is_short ? brief : pair.linear[size];
+    if (!e.kernel || a.v_is_k || a.n_head_kv != 8 || a.n_kv % e.tile != 0 || !run_of_rows(a.k) || !run_of_rows(a.v) ||
+        (a.mask && (a.nbm1 % 16 != 0 || a.nbm3 % 16 != 0 || (uintptr_t) a.mask % 16 != 0))) {
+        return false;
+    }
+    a.mask_rows = a.mask ? a.n_tok : 0;
+    out.smem = size_t(e.stages)*e.tile*(a.k.nb1 + a.v.nb1 + 2*a.mask_rows) + 128;
+    if (out.smem > dev.smem_block) {
+        return false;
+    }
+    a.heads = 8;
+    a.row_groups = a.slices = 1;
+    out.joined = is_short;
+    if (is_short) {
+        a.n_split = 8;          // the blocks of one cluster
+        a.n_part  = 0;
+    } else {
+        const int resident = int(dev.smem_sm/(out.smem + 1024)) < e.blocks ? int(dev.smem_sm/(out.smem + 1024)) : e.blocks;
+        const int want = dev.n_sm*(resident > 0 ? resident : 1)/a.n_seq;
+        a.n_split = a.n_part = kvq_decode_splits(a.n_kv/e.tile, want < 1 ? 1 : want);
+    }
+    out.kernel = e.kernel;
+    out.grid   = dim3(a.n_split, 1, a.n_seq);
+    out.block  = dim3(32, 8, 1);
+    return true;
+}
+
 static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & out) {
     if (!kvq_is_turbo(a.k.store) || !kvq_is_turbo(a.v.store)) {
         return false;
     }
-    const kvq_decode_entry e = kvq_find_decode(a.k.store, a.v.store, dk, dv, a.v_is_k);
+    const kvq_decode_entry pair = kvq_find_decode(a.k.store, a.v.store, dk, dv, a.v_is_k);
+    const int n_rows = a.gqa*a.n_tok, size = n_rows > 4, rows = size ? 8 : 4;
+    const kvq_decode_variant & e = pair.general[size];
     if (!e.kernel) {
         return false;
     }
-    const int groups = (a.gqa*a.n_tok + 7)/8;
+    if (n_rows <= rows && kvq_plan_decode_linear(a, pair, size, dev, out)) {
+        return true;
+    }
+    a.mask_rows = 0;
+    const int groups = (n_rows + rows - 1)/rows;
     const bool packed = a.k.nb2 == a.k.bytes && (a.v_is_k || a.v.nb2 == a.v.bytes);
-    const int max_work = 8/e.v_parts;
+    const int max_work = 8/pair.v_parts;
     a.row_groups = groups < max_work ? groups : max_work;
 
     auto smem_of = [&](const int heads, const int slices) {
@@ -109,24 +171,15 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
     }
     out.smem = smem_of(a.heads, a.slices);
 
-    auto run_of_rows = [&](const kvq_operand & o) {
-        return o.nb2 == o.bytes && o.nb1 == 8*o.bytes && o.nb3 % 16 == 0 && (uintptr_t) o.data % 16 == 0;
-    };
-    const bool linear = e.linear && !a.v_is_k && a.heads == 8 && a.n_head_kv == 8 && a.row_groups == 1 && a.slices == 1 &&
-        run_of_rows(a.k) && run_of_rows(a.v);
-
     const int y = a.n_head_kv/a.heads*((groups + a.row_groups - 1)/a.row_groups);
     const int per_tile = e.tile*a.slices;
-    const int tiles = (a.n_kv + per_tile - 1)/per_tile;
     const int resident = int((dev.smem_sm - 1024)/(out.smem + 1024)) < e.blocks ? int((dev.smem_sm - 1024)/(out.smem + 1024)) : e.blocks;
-    int want = dev.n_sm*(resident > 0 ? resident : 1)/(y*a.n_seq);
-    want = want < 1 ? 1 : want;
-    const int each = (tiles + want - 1)/want;
-    a.n_split = (tiles + each - 1)/each;
+    const int want = dev.n_sm*(resident > 0 ? resident : 1)/(y*a.n_seq);
+    a.n_split = kvq_decode_splits((a.n_kv + per_tile - 1)/per_tile, want < 1 ? 1 : want);
     a.n_part = a.n_split*a.slices;
-    out.kernel = linear ? e.linear : e.kernel;
+    out.kernel = e.kernel;
     out.grid   = dim3(a.n_split, y, a.n_seq);
-    out.block  = dim3(32, a.heads*a.row_groups*e.v_parts*a.slices, 1);
+    out.block  = dim3(32, a.heads*a.row_groups*pair.v_parts*a.slices, 1);
     return true;
 }
 
@@ -174,13 +227,17 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
 // Rows of a group up to which the decode kernel is the faster one: it unpacks a tile once per 8 rows.
 static constexpr int KVQ_DECODE_ROWS = 32;
 
-// Plans attention and combine. False: no compiled kernel serves these sizes on this device. Fills a.n_part, which sizes
-// a.part and a.meta; pointers may be set afterwards, but k.data and v.data must be set before.
+// Plans attention and combine, which has no kernel where attention needs none. False: no compiled kernel serves these sizes
+// on this device. Fills a.n_part, which sizes a.part and a.meta; pointers may be set afterwards, but k.data and v.data must be set before.
 static inline bool kvq_plan(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & attention, kvq_launch & combine) {
     const bool few = a.gqa*a.n_tok <= KVQ_DECODE_ROWS;
     if (!(few && kvq_plan_decode(a, dk, dv, dev, attention)) && !kvq_plan_prefill(a, dk, dv, dev, attention) &&
         !(!few && kvq_plan_decode(a, dk, dv, dev, attention))) {
         return false;
+    }
+    if (attention.joined) {
+        combine = {};
+        return true;
     }
     int step = 1;                      // whole warps: DV/4 threads a partial result
     while (dv/4*step % 32 != 0) {

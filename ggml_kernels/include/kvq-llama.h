@@ -30,6 +30,9 @@ struct llama_kvq_layer_info {
 // Number of cached layers; the first `capacity` are written to out.
 LLAMA_API int32_t llama_kvq_cache_info(const struct llama_context * ctx, struct llama_kvq_layer_info * out, int32_t capacity);
 
+// First error line that libllama logged on this thread since the last call with forget, "" when there is none.
+LLAMA_API const char * llama_kvq_first_error(bool forget);
+
 #ifdef __cplusplus
 }
 
@@ -37,9 +40,17 @@ class llama_kv_cache;
 struct kvq_layer;
 struct kvq_transforms;
 
-// The type that a layer's cache really gets: the member of the family for head_dim. Throws std::runtime_error with
-// the reason and the remedy when no block divides head_dim or the device has no kernels.
-ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, uint32_t il, ggml_backend_buffer_type_t buft);
+// called by libllama's log
+void kvq_record_error(ggml_log_level level, const char * text);
+
+// The type that a layer's cache really gets: the member of the family for head_dim. view_dim: MLA reads the first
+// view_dim values of a key as the value, so blocks must end there too; 0 elsewhere. Throws std::runtime_error with the
+// reason and the remedy when no block divides these or the device has no kernels.
+ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, int64_t view_dim, uint32_t il, ggml_backend_buffer_type_t buft);
+
+// Heads of keys [d, heads, cells] whose last n_rot values turn with the position: returns a view of the others and leaves
+// those in *keys; null when all turn, or when the cache is not of our types. The K-shift must write whole blocks.
+ggml_tensor * kvq_split_unrotated(ggml_context * ctx, ggml_tensor ** keys, ggml_type type, int64_t n_rot);
 
 // one log line: effective types, bytes, the f16 equivalent and what is calibrated
 void kvq_log_cache(const llama_kv_cache & cache);

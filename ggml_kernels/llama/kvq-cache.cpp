@@ -22,6 +22,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 
 // the device must be able to write rows of the type: a cache that it cannot write would abort at the first token
@@ -41,17 +42,28 @@ static void require_cache_write(ggml_backend_buffer_type_t buft, ggml_type type,
     }
 }
 
-ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, uint32_t il, ggml_backend_buffer_type_t buft) {
+ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, int64_t view_dim, uint32_t il, ggml_backend_buffer_type_t buft) {
     if (!kvq_is_cache_type(type) || head_dim == 0) {
         return type;
     }
-    const ggml_type member = kvq_type_for_head(type, head_dim);
+    const ggml_type member = kvq_type_for_head(type, std::gcd(head_dim, view_dim));
     if (member == GGML_TYPE_COUNT) {
-        throw std::runtime_error(format("layer %u: no block of cache type %s divides head size %d; use f16 or q8_0",
-            il, kvq_family_name(type), (int) head_dim));
+        const std::string view = view_dim ? format(" and its first %d values, which are the value", (int) view_dim) : "";
+        throw std::runtime_error(format("layer %u: no block of cache type %s divides head size %d%s; use f16 or q8_0",
+            il, kvq_family_name(type), (int) head_dim, view.c_str()));
     }
     require_cache_write(buft, member, head_dim, il);
     return member;
+}
+
+ggml_tensor * kvq_split_unrotated(ggml_context * ctx, ggml_tensor ** keys, ggml_type type, int64_t n_rot) {
+    ggml_tensor * k = *keys;
+    const int64_t n_still = k->ne[0] - n_rot;
+    if (!kvq_is_cache_type(type) || n_still == 0) {
+        return nullptr;
+    }
+    *keys = ggml_view_3d(ctx, k, n_rot, k->ne[1], k->ne[2], k->nb[1], k->nb[2], n_still*sizeof(float));
+    return ggml_view_3d(ctx, k, n_still, k->ne[1], k->ne[2], k->nb[1], k->nb[2], 0);
 }
 
 void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {

@@ -6,23 +6,36 @@ from pathlib import Path
 import numpy as np
 
 import pykvq
-from pykvq.calibration import DEFAULT_KEY_BIAS, KEY_BIAS
+from pykvq.calibration import CACHE_KEY_BIAS, KEY_BIAS
 from pykvq.calibration.key_bias import measured_bias
 from pykvq.calibration.metadata import Embedded
-from pykvq.calibration.model_files import tensor
+from pykvq.calibration.model_files import splits, tensor
 from pykvq.calibration.run import Statistics
 from pykvq.calibration.text import text_hash
 from pykvq.calibration.transform import Transform, layer_transform
 from pykvq.formats import CODEBOOK
+from pykvq.gguf_file import GgufFile
 from pykvq.native import llama_commit
 
 
-def build(statistics: Statistics, model: Path, key_bias: str = DEFAULT_KEY_BIAS) -> Embedded:
+def best_key_bias(statistics: Statistics, model: Path) -> str:
+    """The most of "measured", "attn_k.bias" and "none" that this model has in every layer and the cache can return to the logit."""
+    layers = statistics.moments.layers
+    if "measured" in CACHE_KEY_BIAS and all(s.rope for s in layers.values()):
+        return "measured"
+    names = {name for path in splits(model) for name in GgufFile(path).tensors}
+    if "attn_k.bias" in CACHE_KEY_BIAS and all(s.rope and f"blk.{i}.attn_k.bias" in names for i, s in layers.items()):
+        return "attn_k.bias"
+    return "none"
+
+
+def build(statistics: Statistics, model: Path, key_bias: str | None = None) -> Embedded:
     """Transforms of every layer, with provenance.
 
-    key_bias: which pre-RoPE bias is removed from the keys first: "none", "attn_k.bias" (the model's own) or "measured".
-    Raises ValueError for an unknown one, for a model without attn_k.bias, and for statistics of an incomplete run.
+    key_bias: which pre-RoPE bias is removed from the keys first: "none", "attn_k.bias" (the model's own) or "measured" (the mean);
+    None: best_key_bias. Raises ValueError for an unknown one, for a model without attn_k.bias, and for statistics of an incomplete run.
     """
+    key_bias = key_bias or best_key_bias(statistics, model)
     if key_bias not in KEY_BIAS:
         raise ValueError(f"key_bias is one of {', '.join(KEY_BIAS)}, not {key_bias!r}")
     if not statistics.complete:
@@ -39,7 +52,8 @@ def _layer(statistics: Statistics, model: Path, i: int, key_bias: str) -> Transf
     if key_bias == "none":
         return layer_transform(sums)
     if key_bias == "measured":
-        return layer_transform(sums, measured_bias(sums), keep_bias=True)
+        stored = measured_bias(sums).astype("<f2").astype(np.float64)       # as the cache will read it, so that its rounding is in the statistics
+        return layer_transform(sums, stored, keep_bias=True)
     raw = tensor(model, f"blk.{i}.attn_k.bias")
     if raw is None:
         raise ValueError(f"{model.name} has no blk.{i}.attn_k.bias; use key_bias none or measured")

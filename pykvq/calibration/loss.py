@@ -46,6 +46,19 @@ def plain_loss(t: Transform, bits: int) -> np.ndarray:
     return mse(bits) * keys * queries / t.lam.shape[1]
 
 
+def met_loss(t: Transform, mean: np.ndarray, cov: np.ndarray, second: np.ndarray, bits: int) -> np.ndarray:
+    """uniform_loss of calibrated keys when other text is met; [h].
+
+    mean [h, d], cov [h, d, d] of its keys, second [h, d, d] of its queries. Equal to uniform_loss(t.lam, bits) for the calibration
+    text itself, but for the ridge.
+    """
+    w = t.lam ** .25
+    into, back = np.linalg.inv(t.basis) * w[:, None, :], t.basis / w[:, :, None]
+    off = mean - t.mean
+    stored = np.einsum("hji,hjk,hki->h", into, cov + off[:, :, None] * off[:, None, :], into) / w.shape[1]
+    return mse(bits) * stored * np.einsum("hij,hjk,hik->h", back, second, back)
+
+
 def summary(t: Transform) -> dict[str, float]:
     """Figures of one layer, averaged over its heads; errors are root mean square, in units of the attention logit."""
     energy = (t.mean ** 2).sum(1)

@@ -31,7 +31,10 @@ FORMAT = 1                               # of the statistics file
 
 @dataclass
 class Statistics:
-    """Sums over `done` of the chunks in tokens [chunks, length], which stood at positions [chunks] on; and where they come from."""
+    """Sums over `done` of the chunks in tokens [chunks, length], which stood at positions [chunks] on; and where they come from.
+
+    Tokens that are still to be sampled are -1.
+    """
     fingerprint: str
     source: str
     tokens: np.ndarray
@@ -79,31 +82,47 @@ def calibrate(path: Path, state: Path | None = None, *, text: Sequence[Path] = (
     from pykvq.engine import Context, Model
     header = read_header(path)
     check_architecture(header)
-    chunks, length = max(1, round(tokens / CHUNK)), min(CHUNK, header.context_train or CHUNK)
+    length = min(CHUNK, header.context_train or CHUNK)
+    chunks = max(1, round(tokens / length))
     print_, source = fingerprint(path), _source(text, seed)
     run = _resumable(state, print_, source, chunks, length) if state and not restart else None
     if run and run.complete:
         return run
     with Model(path, gpu_layers) as model:
-        advance = begin((chunks - run.done if run else chunks if text else 2 * chunks) * length)
         if run is None:
-            drawn = (text_chunks(model, text, chunks, length) if text else
-                     own_samples(model, chunks, length, seed=seed, threads=threads, advance=lambda n: advance("sampling", n)))
+            drawn = text_chunks(model, text, chunks, length) if text else np.full((chunks, length), -1, np.int32)
             places = chunk_positions(chunks, length, header.context_train if _shifts(header) else 0, seed)
             run = Statistics(print_, source, drawn, places, Moments())
-        observer, saved = Observer(run.moments.add), time.monotonic()
-        with Context(model, length, n_batch=length, threads=threads, on_tensor=observer) as context, _interrupting(observer):
-            try:
+        advance = begin(int((run.tokens < 0).sum()) + (chunks - run.done) * length)
+        with _saved(run, state) as tick:
+            def sampled(n: int) -> None:
+                advance("sampling", n)
+                tick()
+            own_samples(model, run.tokens, seed=seed, threads=threads, advance=sampled)
+            observer = Observer(run.moments.add)
+            with Context(model, length, n_batch=length, threads=threads, kvq="off", on_tensor=observer) as context, _interrupting(observer):
                 while not run.complete:
                     _one_chunk(run, context, observer)
                     advance("calibrating", length)
-                    if state and time.monotonic() - saved > SAVE_SECONDS:
-                        run.save(state)
-                        saved = time.monotonic()
-            finally:
-                if state:
-                    run.save(state)
+                    tick()
     return run
+
+
+@contextmanager
+def _saved(run: Statistics, state: Path | None):
+    """Save to `state` at the end, whatever ends it; yields tick(), which saves when SAVE_SECONDS have passed."""
+    last = time.monotonic()
+
+    def tick() -> None:
+        nonlocal last
+        if state and time.monotonic() - last > SAVE_SECONDS:
+            run.save(state)
+            last = time.monotonic()
+    try:
+        yield tick
+    finally:
+        if state:
+            run.save(state)
 
 
 def _one_chunk(run: Statistics, context, observer: Observer) -> None:

@@ -18,24 +18,29 @@ def start_token(model: Model) -> int:
     return next((t for t in (native.llama_vocab_bos(model.vocab), native.llama_vocab_eos(model.vocab)) if t >= 0), 0)
 
 
-def own_samples(model: Model, chunks: int, length: int, *, seed: int = 0, threads: int | None = None,
-                advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
-    """Chunks sampled from the model itself at temperature 1, each from the start of a document; int32 [chunks, length].
+def own_samples(model: Model, tokens: np.ndarray, *, seed: int = 0, threads: int | None = None,
+                advance: Callable[[int], None] = lambda n: None) -> None:
+    """Fill int32 [chunks, length] in place: every row a document of the model's own, sampled at temperature 1.
 
-    advance(n) is called after every n tokens. The same model, seed and shape give the same tokens on one machine.
+    Columns that are not negative are there already: an interrupted call goes on from them. advance(n) is called after every n tokens.
+    The same model, seed and shape give the same tokens on one machine, as long as nothing interrupts.
     """
-    rng, out = np.random.default_rng(seed), []
-    for first in range(0, chunks, PARALLEL):
-        n = min(PARALLEL, chunks - first)
-        tokens = np.full((n, length), start_token(model), np.int32)
-        with Context(model, n * length, n_seq=n, n_batch=n, threads=threads) as context:
-            for i in range(length - 1):
-                logits = context.decode_batch([(int(tokens[s, i]), i, s, True) for s in range(n)])
-                tokens[:, i + 1] = _draw(logits, rng.random(n))
+    length = tokens.shape[1]
+    for first in range(0, len(tokens), PARALLEL):
+        group = tokens[first:first + PARALLEL]
+        n, done = len(group), int((group >= 0).all(0).sum())
+        if done == length:
+            continue
+        if not done:
+            group[:, 0], done = start_token(model), 1
+            advance(n)
+        with Context(model, n * length, n_seq=n, threads=threads, kvq="off") as context:
+            for s in range(n):
+                context.decode(group[s, :done - 1].tolist(), 0, seq=s, logits="none")
+            for i in range(done, length):
+                logits = context.decode_batch([(int(group[s, i - 1]), i - 1, s, True) for s in range(n)])
+                group[:, i] = _draw(logits, np.random.default_rng([seed, first, i]).random(n))
                 advance(n)
-        advance(n)                       # the start tokens
-        out.append(tokens)
-    return np.concatenate(out)
 
 
 def _draw(logits: np.ndarray, u: np.ndarray) -> np.ndarray:
@@ -50,21 +55,15 @@ def text_chunks(model: Model, paths: Sequence[Path], chunks: int, length: int) -
     Raises ValueError when the files hold fewer tokens than that.
     """
     text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
-    out, window = [], len(text) // chunks
-    for i in range(chunks):
-        part = text[i * window:(i + 1) * window][:length * 32]
-        tokens = model.tokenize(part, bos=False)[:length - 1]
-        if len(tokens) < length - 1:
-            tokens = []
-            break
-        out.append([start_token(model), *tokens])
-    if len(out) < chunks:
-        total = len(model.tokenize(text, bos=False))
-        if total < chunks * (length - 1):
-            raise ValueError(f"the text has {total} tokens, {chunks * length} are asked for; use --tokens {max(total // length, 1) * length} or more text")
-        tokens = model.tokenize(text, bos=False)         # dense in some parts, sparse in others: cut by tokens
-        out = [[start_token(model), *tokens[i * (length - 1):(i + 1) * (length - 1)]] for i in range(chunks)]
-    return np.array(out, np.int32)
+    step, n = len(text) // chunks, length - 1
+    parts = [model.tokenize(text[i * step:(i + 1) * step][:32 * length], bos=False)[:n] for i in range(chunks)]
+    if min(map(len, parts)) < n:             # too short, or sparse in places: cut by tokens
+        tokens = model.tokenize(text, bos=False)
+        if len(tokens) < chunks * n:
+            hint = f"use --tokens {len(tokens) // n * length} or more text" if len(tokens) >= n else "use more text"
+            raise ValueError(f"the text has {len(tokens)} tokens, {chunks * length} are asked for; {hint}")
+        parts = [tokens[i * n:(i + 1) * n] for i in range(chunks)]
+    return np.array([[start_token(model), *part] for part in parts], np.int32)
 
 
 def text_hash(tokens: np.ndarray) -> str:

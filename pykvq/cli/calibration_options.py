@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from pykvq.cli.model import check_input
 from pykvq.cli.output import Output
 
 PATH = click.Path(path_type=Path)
@@ -34,9 +35,8 @@ def statistics(out: Output, model: Path, state: Path | None, run: dict):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")       # numpy's threads would spin beside llama.cpp's; set before numpy is loaded
     from pykvq.calibration.run import calibrate, state_path
     from pykvq.engine import quiet_log
-    from pykvq.gguf_header import read_header
     quiet_log()
-    read_header(model)                                       # a missing file is told before a state is looked for
+    check_input(out, model, [("f16", "f16")], 512, run["gpu_layers"])
     state = state or state_path(model, run["text"], run["tokens"], run["seed"])
     try:
         with out.amount("tokens") as begin:

@@ -73,8 +73,8 @@ def prompts(out: Output):
 @click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, help="Longest answer.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True, help="0 is greedy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: all cores.")
-@click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1: all.")
+@click.option("--threads", type=click.IntRange(1, 512), help="CPU threads. Default: all cores.")
+@click.option("--gpu-layers", type=click.IntRange(-1), default=0, show_default=True, help="Layers on the GPU; -1: all.")
 def chat(out: Output, model: Path | None, kv_type: tuple[str, str], ctx: int, system: str | None, max_tokens: int, temperature: float,
          seed: int, threads: int | None, gpu_layers: int) -> None:
     """Talk to a model through a compressed cache.

@@ -22,7 +22,7 @@ PROMPT = "Explain in three sentences why the sky is blue."
 @click.option("--ctx", type=click.IntRange(512), default=8192, show_default=True, help="Context size for which the cache bytes are given.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of the answer.")
 @click.option("--depth", type=click.IntRange(0), default=2048, show_default=True, help="Cached tokens at which decode speed is measured.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: all cores.")
+@click.option("--threads", type=click.IntRange(1, 512), help="CPU threads. Default: all cores.")
 @click.option("--gpu-layers", type=click.IntRange(0), default=0, show_default=True, help="Layers on the GPU.")
 def compare(out: Output, model: Path | None, kv_types: tuple, prompt: str, ctx: int, max_tokens: int, depth: int, threads: int | None,
             gpu_layers: int) -> None:

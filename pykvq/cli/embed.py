@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from pykvq.calibration import CACHE_KEY_BIAS, DEFAULT_KEY_BIAS, KEY_BIAS
+from pykvq.calibration import CACHE_KEY_BIAS, KEY_BIAS
 from pykvq.cli.calibration_options import PATH, run_options, statistics
 from pykvq.cli.errors import InputError
 from pykvq.cli.output import Output, common
@@ -18,11 +18,10 @@ from pykvq.cli.output import Output, common
 @click.option("--in-place", is_flag=True, help="Put them into MODEL itself; the file is replaced at the end, whole or not at all.")
 @click.option("--sidecar", is_flag=True, help="Write them alone as MODEL.kvq.gguf, which is read beside MODEL. The default.")
 @click.option("--stats", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Statistics of pykvq calibrate -o; nothing is run.")
-@click.option("--key-bias", type=click.Choice(KEY_BIAS), default=DEFAULT_KEY_BIAS, show_default=True,
-              help="Bias of the keys before RoPE that the cache returns to the logit.")
+@click.option("--key-bias", type=click.Choice(KEY_BIAS), help="Bias of the keys before RoPE that is stored apart. Default: the most that the cache supports.")
 @click.option("--force", is_flag=True, help="Replace transforms, or a file, that are there already.")
 @run_options
-def embed_rotations(out: Output, model: Path, output: Path | None, in_place: bool, sidecar: bool, stats: Path | None, key_bias: str, force: bool,
+def embed_rotations(out: Output, model: Path, output: Path | None, in_place: bool, sidecar: bool, stats: Path | None, key_bias: str | None, force: bool,
                     run: dict) -> None:
     """Write calibrated transforms into a model's GGUF metadata, or beside it.
 
@@ -30,7 +29,7 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
     """
     if bool(output) + in_place + sidecar > 1:
         raise click.UsageError("-o, --in-place and --sidecar exclude each other")
-    if key_bias not in CACHE_KEY_BIAS:
+    if key_bias and key_bias not in CACHE_KEY_BIAS:
         out.warn(f"the cache of this version cannot return a key bias: it will refuse data of --key-bias {key_bias}")
     from pykvq.calibration.embed import check_free_of_keys, embed_in, write_sidecar
     from pykvq.calibration.model_files import fingerprint, sidecar_path, splits
@@ -38,8 +37,8 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
     from pykvq.gguf_header import read_header
     read_header(model)
     target = model if in_place else output or sidecar_path(model)
-    splits(model)
-    if in_place or output:                       # refuse before minutes of calibration, not after them
+    splits(model)                                # a later split, or one that is missing, is told now
+    if in_place or output:
         check_free_of_keys(GgufFile(model), force)
     if not in_place and target.exists() and not force:
         raise InputError(f"{target} exists; use --force to replace it")
@@ -52,7 +51,8 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
         measured, _ = statistics(out, model, None, run)
     from pykvq.calibration.build import build
     from pykvq.calibration.metadata import encode
-    values = encode(build(measured, model, key_bias))
+    data = build(measured, model, key_bias)
+    values = encode(data)
     if in_place or output:
         with out.amount("MiB") as begin:
             bar, done = None, 0
@@ -69,6 +69,6 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
     layers = values["kvq.layers"]
     if out.as_json:
         out.data({"model": str(model), "written": str(written), "layers": layers, "bytes": size, "fingerprint": measured.fingerprint,
-                  "source": measured.source, "key_bias": key_bias})
+                  "source": measured.source, "key_bias": data.key_bias})
     else:
         out.out.print(f"transforms of {len(layers)} layers ({size / 2**20:.1f} MiB) in {written}", markup=False)

@@ -45,10 +45,11 @@ def quantise(x: np.ndarray, clip: float) -> tuple[np.ndarray, np.ndarray, np.nda
 
     clip: quantile of the magnitudes in a group beyond which values are clamped. Raises ValueError when a group does not divide d.
     """
-    n = min(x.shape[-1], GROUP)
-    if x.shape[-1] % n:
-        raise ValueError(f"groups of {n} values do not divide {x.shape[-1]}")
-    y = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, n)
+    d = x.shape[-1]
+    n = max(min(d, GROUP), 1)
+    if d % n:
+        raise ValueError(f"groups of {n} values do not divide {d}")
+    y = np.asarray(x, np.float32).reshape(*x.shape[:-1], d // n, n)
     tau = np.sort(np.abs(y), -1)[..., min(int(clip * n), n - 1), None]
     y = np.clip(y, -tau, tau)
     low = y.min(-1, keepdims=True)
@@ -59,7 +60,7 @@ def quantise(x: np.ndarray, clip: float) -> tuple[np.ndarray, np.ndarray, np.nda
 
 def dequantise(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """Inverse of quantise: float32 [..., d]."""
-    return ((codes.astype(np.float32) - zero) * scale).reshape(*codes.shape[:-2], -1)
+    return ((codes.astype(np.float32) - zero) * scale).reshape(*codes.shape[:-2], codes.shape[-2] * codes.shape[-1])
 
 
 def pack(codes: np.ndarray) -> np.ndarray:

@@ -3,11 +3,15 @@ import architectures
 import numpy as np
 import pytest
 
+from pykvq import ggml_tensor
+from pykvq.calibration.build import build
+from pykvq.calibration.key_bias import key_moments, measured_bias
 from pykvq.calibration.moments import SINKS
 from pykvq.calibration.refusal import check_architecture
 from pykvq.calibration.rope import NEOX
 from pykvq.calibration.run import calibrate
 from pykvq.engine import quiet_log
+from pykvq.gguf_file import GgufFile
 from pykvq.gguf_header import Header
 
 quiet_log()
@@ -25,6 +29,95 @@ def test_sliding_windows(tmp_path):
     assert {s.rope.mode for s in layers.values()} == {NEOX}
     for s in layers.values():            # the norm fixes the length of every key: 1.5 sqrt(d), which RoPE keeps
         assert np.trace(s.kk[0]) / s.n == pytest.approx(1.5 ** 2 * 64, rel=1e-3)
+
+
+def small(path, architecture, heads=4, heads_kv=2, fused=False, bias=0.0):
+    """Two layers with heads of 64; with fused weights queries, keys and values are views of one product."""
+    w = architectures._Writer(path, architecture, layers=2, heads=heads, heads_kv=heads_kv)
+    rows = {"qkv": heads + 2 * heads_kv} if fused else {"q": heads, "k": heads_kv, "v": heads_kv}
+    w.gguf.add_rope_dimension_count(64)
+    w.gguf.add_key_length(64)
+    w.gguf.add_value_length(64)
+    w.norm("output_norm")
+    for i in range(2):
+        w.norm(f"blk.{i}.attn_norm")
+        for name, n in rows.items():
+            w.weight(f"blk.{i}.attn_{name}", n * 64, architectures.WIDTH)
+            if bias:
+                w.gguf.add_tensor(f"blk.{i}.attn_{name}.bias", (bias * w.rng.standard_normal(n * 64)).astype(np.float32))
+        w.weight(f"blk.{i}.attn_output", architectures.WIDTH, heads * 64)
+        w.feed_forward(f"blk.{i}")
+    return w.close()
+
+
+def normed_input(file, tokens):
+    """What the projections of layer 0 see, float64 [n, width], and a reader of weights."""
+    weight = lambda name: np.frombuffer(file.tensor_data(name), "<f4").reshape(file.tensors[name].ne[::-1]).astype(np.float64)
+    x = weight("token_embd.weight")[tokens]
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5), weight
+
+
+def test_views_of_a_fused_product(tmp_path):
+    """Values of layer 0 from the weights; queries and keys keep their length under RoPE."""
+    path = small(tmp_path / "m.gguf", "llama", fused=True)
+    stats = calibrate(path, tokens=512, threads=1)
+    s = stats.moments.layers[0]
+    x, weight = normed_input(GgufFile(path), stats.tokens[0][SINKS:])
+    q, k, v = np.split(x @ weight("blk.0.attn_qkv.weight").T, [256, 384], 1)
+    v = v.reshape(-1, 2, 64)
+    np.testing.assert_allclose(s.vv, np.einsum("nhi,nhj->hij", v, v), atol=2e-4 * np.abs(s.vv).max())
+    assert np.trace(s.kk, axis1=1, axis2=2) == pytest.approx((k.reshape(-1, 2, 64) ** 2).sum((0, 2)), rel=2e-4)
+    assert np.trace(s.qq, axis1=1, axis2=2) == pytest.approx((q.reshape(-1, 2, 2, 64) ** 2).sum((0, 2, 3)) / 64, rel=2e-4)
+
+
+def test_a_key_bias_of_the_model_is_removed(tmp_path):
+    """Qwen 2 with a bias 50 times the keys: what is left are the moments of R(j) W x, and the measured bias is the model's."""
+    path = small(tmp_path / "m.gguf", "qwen2", heads=2, heads_kv=1, bias=50.0)
+    stats = calibrate(path, tokens=1024, threads=1)
+    s, file = stats.moments.layers[0], GgufFile(path)
+    clean = []
+    for tokens, start in zip(stats.tokens, stats.positions):
+        x, weight = normed_input(file, tokens[SINKS:])
+        y = (x @ weight("blk.0.attn_k.weight").T).reshape(-1, 1, 64)
+        angle = (start + np.arange(SINKS, 512))[:, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
+        c, sn = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        clean.append(np.concatenate([y[..., :32] * c - y[..., 32:] * sn, y[..., :32] * sn + y[..., 32:] * c], -1))
+    clean = np.concatenate(clean)
+    bias = weight("blk.0.attn_k.bias").reshape(1, 64)
+    mean, cov = key_moments(s, bias)
+    np.testing.assert_allclose(mean, clean.mean(0), atol=2e-2)                   # float32 angles and keys of 50: good to 1e-4 of the bias
+    np.testing.assert_allclose(cov, np.cov(clean[:, 0].T, bias=True)[None], atol=2e-2)
+    assert np.abs(measured_bias(s) - bias).max() < 0.02 * np.abs(bias).max()
+    with_bias = build(stats, path, "attn_k.bias").layers[0]
+    assert (with_bias.lam.sum() < .2 * build(stats, path, "none").layers[0].lam.sum()) and with_bias.bias is None
+    assert build(stats, path, "measured").layers[0].bias.shape == (1, 64)
+
+
+@pytest.mark.parametrize("cache, bias, chosen", [(("none",), 1.0, "none"), (("none", "attn_k.bias"), 1.0, "attn_k.bias"),
+                                                 (("none", "attn_k.bias"), 0.0, "none"), (("none", "attn_k.bias", "measured"), 1.0, "measured")])
+def test_the_default_is_the_most_that_the_cache_can_return(tmp_path, monkeypatch, cache, bias, chosen):
+    path = small(tmp_path / "m.gguf", "qwen2", heads=2, heads_kv=1, bias=bias)
+    stats = calibrate(path, tokens=512, threads=1)
+    monkeypatch.setattr("pykvq.calibration.build.CACHE_KEY_BIAS", cache)
+    assert build(stats, path).key_bias == chosen
+
+
+def test_tensors_on_a_device_are_fetched(tmp_path, monkeypatch):
+    """The same sums when no buffer counts as memory of the host and all goes through ggml_backend_tensor_get."""
+    path = small(tmp_path / "m.gguf", "llama", fused=True)
+    host = calibrate(path, tokens=512, threads=1)
+    lib, asked = ggml_tensor._backend(), []
+
+    class Device:
+        ggml_backend_tensor_get = lib.ggml_backend_tensor_get
+
+        @staticmethod
+        def ggml_backend_buffer_is_host(buffer):
+            asked.append(buffer)
+            return False
+    monkeypatch.setattr(ggml_tensor, "_backend", lambda: Device)
+    device = calibrate(path, tokens=512, threads=1)
+    assert asked and all(np.array_equal(a, b) for a, b in zip(host.moments.state().values(), device.moments.state().values(), strict=True))
 
 
 @pytest.mark.parametrize("window", [0, 64])

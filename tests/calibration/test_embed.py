@@ -260,7 +260,7 @@ def test_build_records_where_the_data_come_from(tiny_model):
     path = tiny_model(64)
     stats = calibrate(path, tokens=1024, threads=1)
     data = build(stats, path)
-    assert data.fingerprint == fingerprint(path) and data.codebook == CODEBOOK and data.key_bias == "none"
+    assert data.fingerprint == fingerprint(path) and data.codebook == CODEBOOK
     assert data.provenance["tokens"] == 1024 and data.provenance["positions"] == stats.positions.max() + 511
     assert len(data.provenance["text_hash"]) == 64 and "own samples" in data.provenance["source"]
     assert sorted(data.layers) == [0, 1] and data.layers[0].basis.shape == (2, 64, 64)

@@ -102,6 +102,24 @@ def test_a_signal_breaks_off_the_running_chunk_and_loses_nothing(tiny_model, tmp
     assert np.array_equal(whole.moments.layers[1].kk, again.moments.layers[1].kk)
 
 
+def test_samples_survive_an_interruption(tiny_model, tmp_path):
+    state, count = tmp_path / "s.npz", []
+
+    def begin(total):
+        def advance(label, n):
+            count.append(n)
+            if label == "sampling" and len(count) == 100:
+                raise KeyboardInterrupt
+        return advance
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tiny_model(64), state, tokens=1024, threads=1, begin=begin)
+    kept = Statistics.load(state)
+    assert (kept.tokens >= 0).sum() == 200 and kept.done == 0
+    totals = []
+    run = calibrate(tiny_model(64), state, tokens=1024, threads=1, begin=lambda total: totals.append(total) or (lambda label, n: None))
+    assert totals == [2 * 1024 - 200] and run.complete and np.array_equal(run.tokens[:, :100], kept.tokens[:, :100]) and run.tokens.min() >= 0
+
+
 def test_a_state_of_another_run_is_not_overwritten(tiny_model, tmp_path, monkeypatch):
     state = tmp_path / "s.npz"
     calibrate(tiny_model(64), state, tokens=512, threads=1)

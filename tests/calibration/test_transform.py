@@ -171,6 +171,19 @@ def test_predicted_errors_are_those_of_the_codec(bits):
     assert loss.uniform_loss(lam, bits) < .7 * loss.plain_loss(t, bits)[0]
 
 
+def test_loss_on_other_text():
+    """Equal to the predicted loss on the same moments; a mean that moved costs what its square adds to the covariance."""
+    d = 32
+    S, Q, mean = covariance(d), covariance(d), RNG.standard_normal(d)
+    B, lam = key_transform(S, Q, ridge=0)
+    t = Transform(mean[None], B[None], lam[None], np.zeros((1, d)))
+    assert loss.met_loss(t, mean[None], S[None], Q[None], 3)[0] == pytest.approx(loss.uniform_loss(lam, 3), rel=1e-3)
+    assert loss.met_loss(t, mean[None], S[None], 2 * Q[None], 3)[0] == pytest.approx(2 * loss.uniform_loss(lam, 3), rel=1e-3)
+    off = RNG.standard_normal(d)
+    moved = loss.met_loss(t, mean + off[None], S[None], Q[None], 3)
+    assert moved == pytest.approx(loss.met_loss(t, mean[None], S[None] + np.outer(off, off), Q[None], 3)) and moved > loss.uniform_loss(lam, 3)
+
+
 def test_bits_by_importance_beat_equal_bits():
     lam = np.exp(-np.arange(64) / 4)
     assert loss.tiered_loss(lam) < .6 * loss.uniform_loss(lam, 2)

@@ -58,7 +58,7 @@ def test_statistics_file_of_one_s_own(run, model, tmp_path, cache):
     assert value["statistics"] == str(stats) and value["tokens"] == 1024 and value["layers"] == [0, 1] and not cache.exists()
     result = run("embed-rotations", model, "--stats", stats, "-o", tmp_path / "out.gguf", "--json")
     value = json.loads(result.stdout)
-    assert value["layers"] == [0, 1] and value["key_bias"] == "none" and decode(GgufFile(tmp_path / "out.gguf"))
+    assert value["layers"] == [0, 1] and decode(GgufFile(tmp_path / "out.gguf"))
     with Model(tmp_path / "out.gguf") as m, Context(m, 256, threads=1) as c:
         assert np.isfinite(c.decode([1, 2], 0)).all()
 
@@ -85,6 +85,12 @@ def test_inspect_says_when_the_sidecar_is_of_another_model(run, model):
     result = run("inspect", model)
     assert result.exit_code == 1 and "another model" in result.stderr
     assert run("inspect", model.parent / "tiny.kvq.gguf").exit_code == 0         # alone it fits whatever it was made for
+
+
+def test_a_damaged_sidecar_does_not_stop_its_own_replacement(run, model):
+    (model.parent / "tiny.kvq.gguf").write_bytes(b"GGUF\3\0\0\0 no more")
+    one_line_error(run("embed-rotations", model, *FAST), "--force")
+    assert run("embed-rotations", model, "--force", *FAST).exit_code == 0 and run("inspect", model).exit_code == 0
 
 
 def test_plot(run, model, tmp_path):

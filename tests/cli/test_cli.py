@@ -137,6 +137,11 @@ class TestBadInput:
         result = run(command, smollm2, "--kv-type", "turbo3,turbo3_80")
         assert result.exit_code == 2 and "turbo3_80 is a block layout" in result.stderr
 
+    @pytest.mark.parametrize("option, value", [("--threads", 100_000), ("--threads", 0), ("--gpu-layers", -5), ("--ctx", 10)])
+    def test_numbers_out_of_range(self, run, smollm2, command, option, value):
+        result = run(command, smollm2, option, value)
+        assert result.exit_code == 2 and "not in the range" in result.stderr
+
     def test_three_types(self, run, smollm2, command):
         assert run(command, smollm2, "--kv-type", "turbo3,turbo2,f16").exit_code == 2
 

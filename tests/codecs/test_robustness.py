@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pykvq.codecs import (HaarRotation, HadamardRotation, MixedTurboQuant, PolarQuant, RangeCoder, TurboQuantMSE, TurboQuantProd, VectorIndex,
                           outlier_channels, sphere_codebook, turbo)
+from pykvq.codecs import oscar_published
 
 D = 48
 MAKE = {"mse": lambda: TurboQuantMSE(D, 3), "unbiased": lambda: TurboQuantMSE(D, 1, scale="unbiased", rotation="hadamard"),
@@ -118,6 +119,11 @@ def test_cache_types_of_empty_arrays(shape):
     data = turbo.quantise(np.empty(shape), "turbo3")
     assert data.shape == (*shape[:-1], shape[-1] // 128 * 50) and turbo.dequantise(data, "turbo3").shape == shape
     assert turbo.quantise_activation(np.empty(shape), 128).shape == (*shape[:-1], shape[-1] // 128 * 132)
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (3, 0, 64), (2, 0)])
+def test_published_oscar_of_empty_arrays(shape):
+    assert oscar_published.dequantise(*oscar_published.quantise(np.empty(shape), 0.96)).shape == shape
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,5 +1,5 @@
 // Checks and times the attention kernels alone, without ggml: random caches, a double-precision reference on the CPU,
-// CUDA graphs, buffers rotated so that the L2 cache holds none of them. Usage: bench-kvq-attention [check|time|prefill|profile]
+// CUDA graphs, buffers rotated so that the L2 cache holds none of them. Usage: bench-kvq-attention [check|time|decode|prefill|profile]
 #include "kvq-launch.cuh"
 
 #include <math.h>
@@ -92,7 +92,7 @@ static void fill_cache(std::vector<uint8_t> & buf, const int store, const int d,
 static kvq_device device_limits() {
     cudaDeviceProp prop;
     CHECK(cudaGetDeviceProperties(&prop, 0));
-    return { prop.multiProcessorCount, prop.sharedMemPerBlockOptin, prop.sharedMemPerMultiprocessor };
+    return { prop.multiProcessorCount, prop.sharedMemPerBlockOptin, prop.sharedMemPerMultiprocessor, prop.major >= 9 };
 }
 
 static void launch(const kvq_launch & l, const kvq_fattn_args & a, cudaStream_t stream) {
@@ -171,7 +171,7 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
         return 1e9;
     }
     CHECK(cudaFuncSetAttribute(attention.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(attention.smem)));
-    CHECK(cudaFuncSetAttribute(combine.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(combine.smem)));
+    if (combine.kernel) CHECK(cudaFuncSetAttribute(combine.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(combine.smem)));
     char text[160];
     snprintf(text, sizeof(text), "grid %ux%ux%u block %u warps smem %zu heads %d groups %d slices %d parts %d", attention.grid.x, attention.grid.y,
         attention.grid.z, attention.block.y, attention.smem, a.heads, a.row_groups, a.slices, a.n_part);
@@ -183,7 +183,7 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
     launch(attention, a, stream);
-    launch(combine, a, stream);
+    if (combine.kernel) { launch(combine, a, stream); }
     CHECK(cudaStreamSynchronize(stream));
 
     double error = -1.0;
@@ -257,7 +257,7 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
             a.k.data = dk[i % sets];
             a.v.data = p.v_is_k ? a.k.data : dvv[i % sets];
             launch(attention, a, stream);
-            if (mode == 0) { launch(combine, a, stream); }
+            if (mode == 0 && combine.kernel) { launch(combine, a, stream); }
         }
         CHECK(cudaStreamEndCapture(stream, &graph));
         CHECK(cudaGraphInstantiate(&exec, graph, 0));
@@ -317,6 +317,7 @@ int main(int argc, char ** argv) {
     auto P = [](int d, int ks, int vs, int hkv, int gqa, int tok, int seq, int n_kv) { return problem{ d, d, ks, vs, hkv, gqa, tok, seq, n_kv, true, false, false, 0.0f, 0.0f }; };
     if (mode == "profile") {
         run(P(128, 3, 3, 8, 4, 512, 1, 32768), 1, 0, nullptr, nullptr, nullptr);
+        for (int s : { 2, 3, 4 }) { run(P(128, s, s, 8, 4, 1, 8, 32768), 1, 0, nullptr, nullptr, nullptr); }
         for (int n_kv : { 131072, 256 }) { for (int s : { 2, 3, 4 }) { run(P(128, s, s, 8, 4, 1, 1, n_kv), 1, 0, nullptr, nullptr, nullptr); } }
         return 0;
     }
@@ -327,6 +328,10 @@ int main(int argc, char ** argv) {
         for (int tok : { 2, 3, 4, 8, 9, 17, 33, 130 }) { for (int s : { 2, 3, 4 }) { check(P(128, s, s, 8, 4, tok, 1, 901)); } }
         for (int hkv : { 1, 3, 5, 10 }) { for (int s : { 2, 3, 4 }) { check(P(64, s, s, hkv, 3, 1, 3, 333)); } }
         for (int n : { 1, 7, 31, 64, 65, 127, 4097 }) { check(P(128, 2, 2, 8, 4, 1, 1, n)); check(P(128, 4, 4, 1, 4, 40, 2, n)); }
+        for (int n : { 64, 256, 768, 832, 4096, 16384 }) { for (int tok : { 1, 2 }) { for (int s : { 2, 3, 4 }) {
+            check(P(128, s, s, 8, 4, tok, 1, n));
+            check(P(64, s, s == 3 ? 2 : s, 8, 3, tok, 2, n));
+        } } }
         for (int tok : { 1, 70 }) { for (int s : { 2, 3, 4 }) {
             problem p = P(128, s, s, 4, 4, tok, 2, 600);
             p.sinks = true; check(p);
@@ -359,11 +364,14 @@ int main(int argc, char ** argv) {
             for (int s : { 2, 3, 4, 16 }) { timing(P(128, s, s, 8, 4, 512, 1, 32768), rate); }
             return failures != 0;
         }
-        for (int n_kv : { 256, 4096, 32768, 131072 }) { for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, 1, 1, n_kv), rate); } }
+        for (int n_kv : { 256, 512, 768, 1024, 4096, 32768, 131072 }) { for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, 1, 1, n_kv), rate); } }
         timing(P(128, 4, 3, 8, 4, 1, 1, 131072), rate);
         for (int tok : { 2, 4, 8 }) { for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, tok, 1, 131072), rate); } }
         for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, 1, 8, 32768), rate); }
         for (int s : { 2, 3, 4 }) { timing(P(64, s, s, 8, 4, 1, 1, 131072), rate); timing(P(256, s, s, 4, 4, 1, 1, 65536), rate); }
+        if (mode == "decode") {
+            return failures != 0;
+        }
         for (int n_kv : { 32768, 131072 }) { for (int s : { 2, 3, 4, 16 }) { timing(P(128, s, s, 8, 4, 512, 1, n_kv), rate); } }
     }
     return failures != 0;

@@ -261,6 +261,34 @@ static void check_attention(const attention & p) {
     report(e < limit, s + text(p));
 }
 
+// A step of decoding: K and V of a new token are written, and attention reads them in the launch that follows.
+static void check_write_and_attention(const attention & p) {
+    const attention_data d = make_data(p);
+    const bytes row = gaussian(size_t(p.dk)*p.heads_kv, 3.0f);
+    bytes index(8);
+    *(int64_t *) index.data() = p.n_kv - 2;
+    auto build = [&](graph_build & b, ggml_tensor **) {
+        ggml_tensor * cache[2], * heads[2];
+        const bytes * data[2] = { &d.k, &d.v };
+        const ggml_type type[2] = { p.tk, p.tv };
+        ggml_tensor * q = ggml_permute(b.ctx, b.input(GGML_TYPE_F32, { p.dk, p.heads_kv*p.gqa, 1 }, d.q), 0, 2, 1, 3);
+        ggml_tensor * at = b.input(GGML_TYPE_I64, { 1 }, index);
+        for (int i = 0; i < 2; ++i) {
+            cache[i] = b.input(type[i], { int64_t(p.dk)*p.heads_kv, p.n_kv + 2 }, *data[i]);
+            ggml_build_forward_expand(b.graph, ggml_set_rows(b.ctx, cache[i], b.input(GGML_TYPE_F32, { int64_t(p.dk)*p.heads_kv, 1 }, row), at));
+            heads[i] = ggml_view_3d(b.ctx, cache[i], p.dk, p.heads_kv, p.n_kv, ggml_row_size(type[i], p.dk), cache[i]->nb[1], 0);
+            heads[i] = ggml_permute(b.ctx, heads[i], 0, 2, 1, 3);
+        }
+        ggml_tensor * out = ggml_flash_attn_ext(b.ctx, q, heads[0], heads[1], nullptr, 1.0f/sqrtf(float(p.dk)), 0.0f, 0.0f);
+        ggml_prec_set_acc(out, GGML_PREC_F32);
+        return out;
+    };
+    const double e = relative_error(compute(gpu, build), compute(cpu, build));
+    char s[64];
+    snprintf(s, sizeof(s), "error %.2e after a write: ", e);
+    report(e < 1e-3, s + text(p));
+}
+
 static ggml_type member(const int bits, const int d) {
     return kvq_type_for_head(bits == 2 ? GGML_TYPE_TURBO2_128 : bits == 3 ? GGML_TYPE_TURBO3_128 : GGML_TYPE_TURBO4_128, d);
 }
@@ -279,6 +307,9 @@ static void check_all(const bool quick) {
         check_rows(member(2, 80));
         for (const int s : { 2, 3, 4 }) {
             check_attention(P(s, s, 128, 8, 4, 1, 1, 200));
+            check_attention(P(s, s, 128, 8, 4, 2, 1, 256));
+            check_attention(P(s, s, 128, 8, 4, 1, 1, 896));
+            check_write_and_attention(P(s, s, 128, 8, 4, 1, 1, 256));
             check_attention(P(s, s, 64, 3, 2, 3, 2, 131));
             check_attention(P(s, s, 128, 2, 4, 33, 1, 133));
         }
@@ -325,6 +356,17 @@ static void check_all(const bool quick) {
         }
         for (const int n_kv : { 1, 2, 31, 63, 64, 65, 255, 256, 1025, 5000 }) {
             check_attention(P(s, s, 128, 8, 4, 1, 1, n_kv));
+        }
+        // whole tiles of 8 heads: the short and the linear kernel, one and two groups of rows
+        for (const int n_kv : { 256, 768, 832, 2048 }) {
+            for (const int tokens : { 1, 2 }) {
+                check_attention(P(s, s, 128, 8, 4, tokens, 2, n_kv));
+                check_attention(P(s, s == 3 ? 2 : 3, 64, 8, 3, tokens, 1, n_kv));
+                attention p = P(s, s, 128, 8, 3, tokens, 1, n_kv);
+                p.sinks = true; p.softcap = 15.0f; check_attention(p);
+                p.mask = false; check_attention(p);
+            }
+            check_write_and_attention(P(s, s, 128, 8, 4, 1, 1, n_kv));
         }
         for (const int tokens : { 1, 5, 50 }) {
             attention p = P(s, s, 128, 4, 4, tokens, 3, 400);

@@ -18,12 +18,13 @@ from pykvq.support import effective_type
 Codec = Callable[[np.ndarray], np.ndarray]               # float32 [tokens, heads, d] to the same
 SINKS = 4                                                # the first tokens, whose keys are unlike all others
 STRIDE = 4                                               # of the queries whose attention weights are compared
+SKIP, SPACING = 40_000, 250_000                          # characters before the first chunk of text, and between two
 
 
 class Probe:
     """A model in llama.cpp with access to its rotated keys and queries; one context of n tokens, greedy about nothing."""
 
-    def __init__(self, path: Path, n: int):
+    def __init__(self, path: Path, n: int, threads: int):
         import llama_cpp.llama_cpp as bindings
         self.api, self.n, self.codec, self.seen = bindings, n, None, None
         self.ggml = library("ggml-base")
@@ -42,7 +43,7 @@ class Probe:
         self.heads = {b"Qcur": bindings.llama_model_n_head(self.model), b"Kcur": bindings.llama_model_n_head_kv(self.model)}
         p = bindings.llama_context_default_params()
         p.n_ctx = p.n_batch = p.n_ubatch = n
-        p.n_threads = p.n_threads_batch = 1
+        p.n_threads = p.n_threads_batch = threads
         p.cb_eval, p.flash_attn_type = self.callback, 1
         self.context = bindings.llama_init_from_model(self.model, p)
         self.vocabulary = bindings.llama_model_get_vocab(self.model)
@@ -98,12 +99,12 @@ def through(codec) -> Codec:
     return lambda x: codec.dequantise(codec.quantise(x))
 
 
-def mixed(d: int, high: int, low: int) -> Codec:
+def mixed(d: int, high: int, low: int, seed: int) -> Codec:
     """Half of the channels of each head, chosen on the very keys, at `high` bits."""
     def f(x: np.ndarray) -> np.ndarray:
         out = np.empty_like(x)
         for h in range(x.shape[1]):
-            out[:, h] = through(MixedTurboQuant(d, outlier_channels(x[:, h], d // 2), high, low))(x[:, h])
+            out[:, h] = through(MixedTurboQuant(d, outlier_channels(x[:, h], d // 2), high, low, seed=seed))(x[:, h])
         return out
     return f
 
@@ -121,8 +122,9 @@ def centred(codec: Codec) -> Codec:
     return f
 
 
-def codecs(d: int, bits: int) -> dict[str, Codec]:
-    return {"MSE": through(TurboQuantMSE(d, bits)), "Prod": through(TurboQuantProd(d, bits)), "cache type": cache_type(f"turbo{bits}", d)}
+def codecs(d: int, bits: int, seed: int) -> dict[str, Codec]:
+    return {"MSE": through(TurboQuantMSE(d, bits, seed=seed)), "Prod": through(TurboQuantProd(d, bits, seed=seed)),
+            "cache type": cache_type(f"turbo{bits}", d)}
 
 
 def head_errors(layers: dict[int, dict[str, np.ndarray]], codec: Codec) -> dict[str, float]:
@@ -152,26 +154,39 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(y), y, 0)
 
 
-def measure(path: Path, text: str, n: int = 512, skip: int = 40_000, bits: tuple[int, ...] = (2, 3, 4)) -> dict:
-    """Every codec on one chunk of n tokens of `text`, taken `skip` characters in."""
-    probe = Probe(path, n)
-    tokens = probe.tokens(text[skip:skip + 12 * n])[:n]
-    layers = probe.keys_and_queries(tokens)
-    d = layers[0]["K"].shape[-1]
-    base = probe.log_probs(tokens)
-    head, model = [], []
-    for b in bits:
-        for name, codec in codecs(d, b).items():
-            for keys, f in (("raw", codec),) if name == "cache type" else (("raw", codec), ("centred", centred(codec))):
-                head.append({"codec": name, "bits": b, "keys": keys} | head_errors(layers, f))
-                probe.codec = f
-                new = probe.log_probs(tokens)
-                probe.codec = None
-                kl = (np.exp(base) * (base - new)).sum(1)
-                same = (base.argmax(1) == new.argmax(1)).mean()
-                model.append({"codec": name, "bits": b, "keys": keys, "kl": kl.mean(), "same_top": same})
-    for high, low in ((3, 2), (4, 3)):
-        for keys, f in (("raw", mixed(d, high, low)), ("centred", centred(mixed(d, high, low)))):
-            head.append({"codec": "mixed", "bits": (high + low) / 2, "keys": keys} | head_errors(layers, f))
+def measure(path: Path, text: str, n: int, chunks: int, threads: int, bits: tuple[int, ...] = (2, 3, 4)) -> dict:
+    """Every codec on `chunks` pieces of n tokens of `text`, each with rotations of its own; every figure is a list, one of each piece."""
+    probe = Probe(path, n, threads)
+    head, model = {}, {}
+    for chunk in range(chunks):
+        at = SKIP + SPACING * chunk
+        tokens = probe.tokens(text[at:at + 12 * n])[:n]
+        if len(tokens) < n:
+            raise SystemExit(f"the text ends before chunk {chunk + 1} of {n} tokens")
+        layers = probe.keys_and_queries(tokens)
+        d = layers[0]["K"].shape[-1]
+        base = probe.log_probs(tokens)
+        for b in bits:
+            for name, codec in codecs(d, b, chunk).items():
+                for keys, f in (("raw", codec),) if name == "cache type" else (("raw", codec), ("centred", centred(codec))):
+                    add(head, (name, b, keys), head_errors(layers, f))
+                    probe.codec = f
+                    add(model, (name, b, keys), compare(base, probe.log_probs(tokens)))
+                    probe.codec = None
+        for high, low in ((3, 2), (4, 3)):
+            f = mixed(d, high, low, chunk)
+            for keys, f in (("raw", f), ("centred", centred(f))):
+                add(head, ("mixed", (high + low) / 2, keys), head_errors(layers, f))
     probe.close()
-    return {"model": path.stem, "d": d, "layers": len(layers), "tokens": n, "head": head, "next_token": model}
+    rows = lambda found: [dict(zip(("codec", "bits", "keys"), key)) | values for key, values in found.items()]
+    return {"model": path.stem, "d": d, "layers": len(layers), "tokens": n, "chunks": chunks, "head": rows(head), "next_token": rows(model)}
+
+
+def compare(base: np.ndarray, new: np.ndarray) -> dict[str, float]:
+    """Mean KL divergence of log-probabilities [n, vocabulary] against base, and the share of equal most likely tokens."""
+    return {"kl": (np.exp(base) * (base - new)).sum(1).mean(), "same_top": (base.argmax(1) == new.argmax(1)).mean()}
+
+
+def add(rows: dict[tuple, dict[str, list[float]]], key: tuple, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        rows.setdefault(key, {}).setdefault(name, []).append(float(value))

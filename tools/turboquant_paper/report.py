@@ -20,42 +20,60 @@ def number(x: float | None, digits: int = 3) -> str:
     return f"{Decimal(f'{x:.{digits}g}'):f}"
 
 
+def spread(mean: float, error: float, digits: int = 4) -> str:
+    return f"{number(mean, digits)} ± {number(error, 1)}"
+
+
+def sampled(values: list[float], digits: int = 3) -> str:
+    """Mean and its standard error of independent measurements."""
+    mean = sum(values) / len(values)
+    error = (sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values)) ** 0.5 if len(values) > 1 else None
+    return number(mean, digits) if error is None else spread(mean, error, digits)
+
+
 def conditions(c: dict) -> str:
     return f"{c['processor']}, one thread, Python {c['python']}, numpy {c['numpy']}" + (f", faiss {c['faiss']}" if c.get("faiss") else "")
 
 
 def distortion(rows: list[dict]) -> str:
-    mse = [[r["d"], r["bits"], PAPER_MSE[r["bits"]], number(r["exact_mse"], 4), number(r["mse_haar"], 4), number(r["mse_hadamard"], 4), number(r["mse_single"], 4),
+    measured = lambda r, *names: [spread(r[n], r[f"{n}_error"]) for n in names]
+    mse = [[r["d"], r["bits"], PAPER_MSE[r["bits"]], number(r["exact_mse"], 4), *measured(r, "mse_haar", "mse_hadamard", "mse_single"),
             number(r["mse_bounds"][0]), number(r["mse_bounds"][1]), number(r["mse_haar"] / r["mse_bounds"][0])] for r in rows]
-    prod = [[r["d"], r["bits"], PAPER_PROD[r["bits"]], number(r["exact_prod"], 4), number(r["prod_haar"], 4), number(r["prod_hadamard"], 4),
+    prod = [[r["d"], r["bits"], PAPER_PROD[r["bits"]], number(r["exact_prod"], 4), *measured(r, "prod_haar", "prod_hadamard"),
              number(r["prod_bounds"][0]), number(r["prod_bounds"][1])] for r in rows]
+    runs = " and ".join(f"{count} of them for d = {d}" for d, count in {r["d"]: r["runs"] for r in rows}.items())
     return f"""## Distortion
 
-Unit vectors ({rows[0]['vectors']} of them, {rows[0]['queries']} queries), random rotations and projections. "One channel" is the worst case for a codec without a
-rotation: the whole norm in one value. "Exact" is the integral over the density of a coordinate in that dimension; the paper's figures are
-for many dimensions. Bounds: theorems 1 to 3.
+Runs with a rotation, a projection, {rows[0]['vectors']} unit vectors and {rows[0]['queries']} queries of their own: {runs}; ± is the standard error of their
+mean. "One channel" is the worst case for a codec without a rotation: the whole norm in one value. "Exact" is the integral over the density of a
+coordinate in that dimension; the paper's figures are for many dimensions. Bounds: theorems 1 to 3.
 
 Squared error of TurboQuant-MSE, per unit of squared norm:
 
 {table(["d", "bits", "paper", "exact", "Haar", "Hadamard", "one channel", "lower bound", "upper bound", "Haar / lower bound"], mse)}
 
 The paper's 0.03 and 0.009 are cut off, not rounded: Lloyd-Max for a Gaussian gives 0.0345 and 0.0095 (0.1175 and 0.3634 at 2 and 1 bits). The
-ratio to the lower bound is 1.45 at one bit, as the paper says, and grows to 2.4 at four; 2.72 is its limit.
+ratio to the lower bound is 1.45 at one bit, as the paper says, and grows to {max(r['mse_haar'] / r['mse_bounds'][0] for r in rows):.2f} at four; 2.72 is its limit.
 
-Squared inner-product error of TurboQuant-Prod for unit vectors, times d (exact: pi/2 times the MSE at one bit less, an upper bound for every pair):
+Squared inner-product error of TurboQuant-Prod for unit vectors, times d (exact: pi/2 - 1/d times the MSE at one bit less; pi/2 times it bounds every pair):
 
 {table(["d", "bits", "paper", "exact", "Haar", "Hadamard", "lower bound", "upper bound"], prod)}
 
-The paper's 0.047 at four bits is pi/2 times its 0.03; with 0.0345 it is 0.054."""
+The paper's 0.047 at four bits is pi/2 times its 0.03; with 0.0345 it is 0.054. No measured mean is further than {worst(rows):.1f} standard errors from the exact value."""
+
+
+def worst(rows: list[dict]) -> float:
+    names = ("mse_haar", "mse_hadamard", "mse_single", "prod_haar", "prod_hadamard")
+    return max(abs(r[n] - r["exact_" + n.split("_")[0]]) / r[f"{n}_error"] for r in rows for n in names)
 
 
 def unbiasedness(rows: list[dict]) -> str:
-    body = [[r["bits"], f"{number(r['mse_mean'], 4)} +- {number(r['mse_error_of_mean'], 2)}", number(r["truth"] * r["mse_factor"], 4),
-             f"{number(r['prod_mean'], 4)} +- {number(r['prod_error_of_mean'], 2)}", number(r["mse_variance"]), number(r["prod_variance"]), number(r["prod_bound"])] for r in rows]
+    body = [[r["bits"], f"{number(r['mse_mean'], 4)} ± {number(r['mse_error_of_mean'], 2)}", number(r["truth"] * r["mse_factor"], 4),
+             f"{number(r['prod_mean'], 4)} ± {number(r['prod_error_of_mean'], 2)}", number(r["mse_variance"]), number(r["prod_variance"]), number(r["prod_bound"])] for r in rows]
     return f"""## Bias and variance of inner products
 
 One pair of unit vectors with inner product {number(rows[0]['truth'], 3)}, d = {rows[0]['d']}, {rows[0]['runs']} independent rotations and projections. Variances are
-multiplied by d; +- is the standard error of the mean.
+multiplied by d and good to {100 * (2 / rows[0]['runs']) ** 0.5:.0f} %; ± is the standard error of the mean.
 
 {table(["bits", "MSE mean", "MSE predicted", "Prod mean", "MSE variance", "Prod variance", "bound (theorem 2)"], body)}
 
@@ -84,24 +102,29 @@ PolarQuant (arXiv 2502.02617; bits of the angles of each level, one fp16 radius 
 
 
 def times(data: dict) -> str:
-    n = data["encoding"][0]["vectors"]
-    rows = [[r["d"], number(r["haar"]), number(r["hadamard"]), number(r["c_turbo4"]), number(data["pq"].get(str(r["d"]))),
-             *(PAPER_SECONDS[str(r["d"])])] for r in data["encoding"]]
+    n, repeats = (data["encoding"][0][key] for key in ("vectors", "repeats"))
+    rows = []
+    for r in data["encoding"]:
+        pq = data["pq"].get(str(r["d"]))
+        rows.append([r["d"], number(r["haar"]), number(r["hadamard"]), number(r["c_turbo4"]), number(pq), number(pq and pq / r["hadamard"], 2),
+                     *PAPER_SECONDS[str(r["d"])]])
     return f"""## Indexing time
 
-Processor seconds for {n} vectors at 4 bits, one thread ({conditions(data['conditions'])}). Nothing is trained, so a vector is indexed when it
-arrives. turbo4 in C is the scalar reference of the cache type; it needs a multiple of 128 values. Product quantisation is faiss.IndexPQ (256
-centroids, training and adding). The last two columns are the paper's table 2 (one A100 GPU; its product quantisation with tables for AVX2, so on a processor): only
-columns of one machine can be compared. The paper's timing of RaBitQ is publicly contested (arXiv 2604.19528) and is not repeated here.
+Processor seconds for {n} vectors at 4 bits, one thread, the least of {repeats} measurements, on a machine that was busy with other work
+({conditions(data['conditions'])}). Nothing is trained, so a vector is indexed when it arrives. turbo4 in C is the scalar reference of the cache type;
+it needs a multiple of 128 values. Product quantisation is faiss.IndexPQ (256 centroids, training and adding); "ratio" is its time over that of
+numpy with a Hadamard rotation. The last two columns are the paper's table 2 (one A100 GPU; its product quantisation with tables for AVX2, so on a
+processor): only columns of one machine can be compared, which is why the paper's ratio is so much larger. The paper's timing of RaBitQ is publicly
+contested (arXiv 2604.19528) and is not repeated here.
 
-{table(["d", "numpy, Haar", "numpy, Hadamard", "C, turbo4", "product quantisation", "paper: product quantisation", "paper: TurboQuant"], rows)}
+{table(["d", "numpy, Haar", "numpy, Hadamard", "C, turbo4", "product quantisation", "ratio", "paper: product quantisation", "paper: TurboQuant"], rows)}
 
-Encoding rates at d = 1536: {rate(data['encoding'], 1536, 'haar')} vectors a second with a Haar rotation, {rate(data['encoding'], 1536, 'hadamard')} with Hadamard{c_rate(data['encoding'])}."""
+Encoding rates at d = 1536: {rate(data['encoding'], 1536, 'haar')} vectors a second with a Haar rotation, {rate(data['encoding'], 1536, 'hadamard')} with Hadamard{c_rate(data['encoding'])}; one vector a call, as they come in: {rate(data['encoding'], 1536, 'online')} with Hadamard."""
 
 
 def rate(rows: list[dict], d: int, column: str) -> str:
     r = next(r for r in rows if r["d"] == d)
-    return f"{round(r['vectors'] / r[column], -3):,.0f}"
+    return f"{float(number(r['vectors'] / r[column], 2)):,.0f}"
 
 
 def c_rate(rows: list[dict]) -> str:
@@ -113,58 +136,67 @@ def search(data: dict) -> str:
     for s in data["sets"]:
         ks = list(s["rows"][0]["recall"])
         rows = [[r["bits"], r["name"], number(r["stored_bits"]), *(f"{r['recall'][k]:.3f}" for k in ks), number(r["seconds"])] for r in s["rows"]]
-        parts.append(f"{s['title']}: {s['vectors']} vectors, {s['queries']} queries, d = {s['d']}.\n\n"
+        parts.append(f"{s['title']}: {s['vectors']} vectors, {s['queries']} queries, d = {s['d']}; codebooks of 256 centroids "
+                     f"would add {number(256 * 32 / s['vectors'], 2)} bits a value.\n\n"
                      + table(["bits", "index", "stored bits", *(f"1@{k}" for k in ks), "seconds"], rows))
     return f"""## Nearest-neighbour recall
 
 Recall 1@k: how often the vector of largest inner product (unit vectors) is among the first k of the index. Product quantisation is faiss.IndexPQ
 with bits x d bits a vector, trained on the very vectors it indexes, as in the paper (256 centroids a part; 16 for 2 bits at d = 50). "Stored bits" counts
-everything kept per vector, padding to whole bytes included, but not product quantisation's codebooks: at d = 50 the factor and the padding weigh half a
-bit, so compare rows by that column. "VectorIndex default" is TurboQuant-MSE with the unbiased factor and a Hadamard
+everything kept per vector, padding to whole bytes included: at d = 50 the factor and the padding weigh half a bit, so the rows there are not at equal
+storage. It leaves out product quantisation's codebooks, given below each title. "VectorIndex default" is TurboQuant-MSE with the unbiased factor and a Hadamard
 rotation; the other two are the paper's codecs with a Haar rotation. Seconds are processor time for training and adding, one thread.
 
+faiss trains slowest with 20000 to 40000 vectors (four to eight times as long per part as with 65000 or more, in this version), so its seconds
+of one set say nothing about another.
+
 The paper shows curves for GloVe (d = 200) and OpenAI embeddings (d = 1536 and 3072), no numbers, and reports TurboQuant above product
-quantisation throughout. Those sets are not shipped by a package; these are.
+quantisation throughout. Those sets are not shipped by a package; these are, or are made from what a package ships.
 
 {chr(10).join(p + chr(10) for p in parts)}
 {reading(data["sets"])}"""
 
 
 def reading(sets: list[dict]) -> str:
-    """Who is above whom at 1@1, in words counted from the table."""
-    pairs = [("TurboQuant-MSE", "product quantisation"), ("VectorIndex default", "product quantisation"),
-             ("VectorIndex default", "TurboQuant-MSE"), ("TurboQuant-MSE", "TurboQuant-Prod")]
+    """Who is above whom at 1@1, in words counted from the table; a difference below two standard errors is none."""
+    rivals = [("TurboQuant-MSE", "product quantisation"), ("VectorIndex default", "product quantisation"),
+              ("VectorIndex default", "TurboQuant-MSE"), ("TurboQuant-MSE", "TurboQuant-Prod")]
     said = []
-    for a, b in pairs:
-        wins = total = 0
-        for s in sets:
-            at = {(r["name"], r["bits"]): r["recall"]["1"] for r in s["rows"]}
-            for bits in sorted({r["bits"] for r in s["rows"]}):
-                wins, total = wins + (at[a, bits] > at[b, bits]), total + 1
-        said.append(f"{a} is above {b} in {wins} of {total}")
-    return f"At 1@1: {'; '.join(said)} cases."
+    for a, b in rivals:
+        found = [compared(*(next(r["recall"]["1"] for r in s["rows"] if (r["name"], r["bits"]) == (name, bits)) for name in (a, b)), s["queries"])
+                 for s in sets for bits in sorted({r["bits"] for r in s["rows"]})]
+        said.append(f"| {a} | {b} | {found.count(1)} | {found.count(0)} | {found.count(-1)} |")
+    return ("Recall 1@1 at equal bits, in how many of these cases; alike means closer than two standard errors of the difference:\n\n"
+            + "\n".join(["| index | against | above | alike | below |", "| --- | --- | --- | --- | --- |", *said]))
+
+
+def compared(p: float, q: float, n: int) -> int:
+    """1, 0 or -1: share p of n trials above, like or below share q of n others."""
+    error = ((p * (1 - p) + q * (1 - q)) / n) ** 0.5
+    return 0 if abs(p - q) <= 2 * error else 1 if p > q else -1
 
 
 def attention(models: list[dict]) -> str:
     head, token = [], []
     for m in models:
         for r in sorted(m["head"], key=lambda r: (r["keys"] != "raw", r["bits"], r["codec"])):
-            head.append([m["model"], r["keys"], number(r["bits"]), r["codec"], number(r["key_error"]), number(r["logit_rms"]), number(r["attention_kl"])])
+            head.append([m["model"], r["keys"], number(r["bits"]), r["codec"], *(number(sum(r[key]) / len(r[key])) for key in ("key_error", "logit_rms", "attention_kl"))])
         for bits in (2, 3, 4):
             find = {(r["codec"], r["keys"]): r["kl"] for r in m["next_token"] if r["bits"] == bits}
-            token.append([m["model"], m["d"], m["tokens"], bits, *(number(find.get(key)) for key in
+            token.append([m["model"], m["d"], bits, *(sampled(find[key]) for key in
                           (("MSE", "raw"), ("Prod", "raw"), ("cache type", "raw"), ("MSE", "centred"), ("Prod", "centred")))])
     return f"""## MSE against Prod inside attention
 
 Real keys after RoPE (WikiText-2 test), values exact, every key quantised, no tokens kept apart. The table gives the mean KL divergence of the
-model's next-token distribution against the exact keys, over the second half of the tokens. "Centred" keys are quantised less their mean per head, which
-softmax does not see; it takes out most of a key bias. "Cache type" is turbo2, turbo3 or turbo4.
+model's next-token distribution against the exact keys, over the second half of {models[0]['tokens']} tokens; mean ± standard error of {models[0]['chunks']} pieces of text, each with
+rotations and projections of its own. "Centred" keys are quantised less their mean per head, which softmax does not see; it takes out most of a key
+bias. "Cache type" is turbo2, turbo3 or turbo4.
 
-{table(["model", "d", "tokens", "bits", "MSE", "Prod", "cache type", "MSE, centred", "Prod, centred"], token)}
+{table(["model", "d", "bits", "MSE", "Prod", "cache type", "MSE, centred", "Prod, centred"], token)}
 
 {verdict(models)}
 
-Inside single heads (means over layers, heads and queries): squared key error relative to the squared norm, rms error of the logits, KL divergence
+Inside single heads (means over layers, heads, queries and pieces of text): squared key error relative to the squared norm, rms error of the logits, KL divergence
 of the attention weights. "Mixed" gives half of the channels one bit more (2.5 = 3 and 2 bits), chosen on these very keys. The paper's own example,
 32 of 128 channels at 3 bits and 96 at 2, is called 2.5 bits there but is 2.25.
 
@@ -172,14 +204,19 @@ of the attention weights. "Mixed" gives half of the channels one bit more (2.5 =
 
 
 def verdict(models: list[dict]) -> str:
-    ratios = []
-    for m in models:
-        kl = {(r["codec"], r["keys"], r["bits"]): r["kl"] for r in m["next_token"]}
-        ratios += [kl["Prod", keys, b] / kl["MSE", keys, b] for b in (2, 3, 4) for keys in ("raw", "centred")]
-    worst = sum(r > 1 for r in ratios)
-    return (f"Prod is worse than MSE at equal bits in {worst} of {len(ratios)} cases, by a factor of {min(ratios):.1f} to {max(ratios):.1f}. Softmax turns the variance of a "
-            "logit into error, while the shrinkage of MSE is nearly the same factor for all logits (0.88 at 2 bits, 0.97 at 3) and does little to their order. "
-            "This is why the cache types spend every bit on levels and none on QJL.")
+    ratios = {keys: [p / q for m in models for p, q in pairs([r for r in m["next_token"] if r["keys"] == keys], "kl")] for keys in ("raw", "centred")}
+    said = [f"with {keys} keys in {sum(r > 1 for r in found)} of {len(found)} pieces, {min(found):.1f} to {max(found):.1f} times" for keys, found in ratios.items()]
+    logit = [p / q for m in models for p, q in pairs(m["head"], "logit_rms")]
+    return (f"Prod's divergence is larger than that of MSE at equal bits {' and '.join(said)}. The tables below show why: the rms error of its logits is "
+            f"{min(logit):.1f} to {max(logit):.1f} times that of MSE, and softmax turns the variance of a logit into error. What Prod takes out instead, the shrinkage of MSE, "
+            "is nearly the same factor for all logits (0.88 at 2 bits, 0.97 at 3). The cache types therefore spend every bit on levels and none on QJL. "
+            "Where a divergence exceeds one, neither codec leaves the model usable: keys with a large bias (Qwen2.5) need more than a centred mean at these bits.")
+
+
+def pairs(rows: list[dict], figure: str) -> list[tuple[float, float]]:
+    """(Prod, MSE) of every piece of text, for each number of bits and kind of keys."""
+    found = {(r["codec"], r["keys"], r["bits"]): r[figure] for r in rows}
+    return [pair for (codec, *where), values in found.items() if codec == "Prod" for pair in zip(values, found["MSE", *where])]
 
 
 def render(data: dict) -> str:
