@@ -1,4 +1,4 @@
-"""Smaller KV caches for llama.cpp: cache types turbo2, turbo3 and turbo4, and tools around them."""
+"""Smaller KV caches for llama.cpp: cache types turbo2, turbo3, turbo4 and oscar2, and tools around them."""
 from __future__ import annotations
 
 import warnings

@@ -32,6 +32,7 @@ class Header:
     head_dim_v: int
     window: int                      # 0: no sliding window
     mla: bool                        # V is a view of K and takes no room
+    calibrated: bool                 # carries kvq.* keys, or a sidecar beside it does
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -126,7 +127,9 @@ class _Gguf:
         head_dim = number("embedding_length") // max(max(heads), 1)
         return Header(path, arch, self.text("general.name") or path.stem, number("context_length"), tuple(n for n in heads_kv if n > 0),
                       number("attention.key_length", head_dim), number("attention.value_length", head_dim),
-                      number("attention.sliding_window"), mla=number("attention.key_length_mla") > 0)
+                      number("attention.sliding_window"), mla=number("attention.key_length_mla") > 0,
+                      calibrated=self.lib.gguf_find_key(self.handle, b"kvq.version") >= 0
+                      or path.with_name(path.name.removesuffix(".gguf") + ".kvq.gguf").exists())
 
 
 @lru_cache(None)

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-from pykvq.formats import ACTIVATION_IDS, TYPE_COUNT
+from pykvq.formats import ACTIVATION_IDS, TIERED, TYPE_COUNT
 from pykvq.gguf_header import Header, read_header
 from pykvq.kv_info import CacheInfo, cache_info
 from pykvq.native import library
@@ -91,6 +91,9 @@ def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_h
         if not ok:
             latent = f", the common part of {header.head_dim_k} (K) and {header.head_dim_v} (V) in MLA" if header.mla else ""
             raise ValueError(f"{header.name}: {reason}{latent}; {fix}")
+    if names[0] in TIERED and not header.calibrated:
+        raise ValueError(f"{header.name}: {names[0]} keeps keys in a calibrated basis, which this model does not carry; "
+                         f"run: pykvq embed-rotations {header.path}, or use turbo2")
     if header.architecture in _BIASED and is_quantised(names[1]):
         raise ValueError(f"{header.name}: {header.architecture} adds a position bias, which flash attention does not take, and a V cache of type "
                          f"{names[1]} needs it; use f16 for V")

@@ -16,6 +16,7 @@ import click
 
 from pykvq.cli.output import Output, common, table
 from pykvq.formats import FAMILIES, TYPES
+from pykvq.support import OURS
 from pykvq.native import REINSTALL, NativeError, bindings_are_patched, library, library_dir, llama_commit
 from pykvq.support import KERNELS, VALID_NAMES, supports
 
@@ -66,14 +67,14 @@ def check_libraries() -> Iterator[Check]:
     wrong = [t.name for t in TYPES.values()
              if base.ggml_type_name(t.id) != t.name.encode() or base.ggml_row_size(t.id, t.block) != t.bytes]
     yield (Check(FAIL, "cache types", f"library and package disagree on {', '.join(wrong)}", REINSTALL) if wrong
-           else Check(PASS, "cache types", f"{', '.join(FAMILIES)}; {len(TYPES)} block layouts agree"))
+           else Check(PASS, "cache types", f"{', '.join(OURS)}; {len(TYPES)} block layouts agree"))
 
 
 def check_codec() -> Iterator[Check]:
     """The C reference against numpy, bit for bit."""
     import numpy as np
 
-    from pykvq.codecs import turbo
+    from pykvq.codecs import oscar2, turbo
     base = library("ggml-base")
     base.kvq_quantize_row_ref.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     base.kvq_quantize_row_ref.restype = None
@@ -82,7 +83,8 @@ def check_codec() -> Iterator[Check]:
         x = np.random.default_rng(0).standard_normal(8 * t.block).astype(np.float32)
         out = np.empty(8 * t.bytes, np.uint8)
         base.kvq_quantize_row_ref(t.id, x.ctypes.data, out.ctypes.data, len(x))
-        if not np.array_equal(out, turbo.quantise(x, t.name)):
+        codec = turbo if t.family in FAMILIES else oscar2
+        if not np.array_equal(out, codec.quantise(x, t.name)):
             wrong.append(t.name)
     yield (Check(FAIL, "codec", f"{', '.join(wrong)}: the library's bytes differ from the reference", REINSTALL) if wrong
            else Check(PASS, "codec", "library and reference agree bit for bit"))
@@ -102,7 +104,7 @@ def check_programs() -> Iterator[Check]:
         absent = [name for name in VALID_NAMES if name not in text]
         yield (Check(FAIL, "llama-server", f"another llama-server comes first on PATH: it lacks {', '.join(absent)}",
                      f"call {Path(sys.executable).parent / 'llama-server'}") if absent
-               else Check(PASS, "llama-server", f"--cache-type-k takes {', '.join(FAMILIES)}"))
+               else Check(PASS, "llama-server", f"--cache-type-k takes {', '.join(OURS)}"))
 
 
 def devices() -> list[tuple[str, str]]:

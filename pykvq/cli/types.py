@@ -6,8 +6,8 @@ import sys
 import click
 
 from pykvq.cli.output import Output, common, table
-from pykvq.formats import FAMILIES, TYPES
-from pykvq.support import KERNELS, UPSTREAM, VALID_NAMES, effective_type, row_bytes, supports
+from pykvq.formats import TYPES
+from pykvq.support import KERNELS, OURS, UPSTREAM, VALID_NAMES, effective_type, row_bytes, supports
 
 
 def describe(name: str, head_dim: int, backend: str) -> dict:
@@ -28,11 +28,11 @@ def describe(name: str, head_dim: int, backend: str) -> dict:
 def types(out: Output, head_dim: int, backend: str) -> None:
     """List the cache types and their size at a head size.
 
-    Exits with 1 when none of turbo2, turbo3 and turbo4 works for this head size and backend.
+    Exits with 1 when none of turbo2, turbo3, turbo4 and oscar2 works for this head size and backend.
     """
     rows = [describe(name, head_dim, backend) for name in VALID_NAMES]
     cells = [(r["type"], f"{r['bits_per_value']:.3f}", f"{r['smaller_than_f16']:.2f}x", r["effective"], "yes") if r["supported"]
              else (r["type"], "", "", "", f"no: {r['reason']}; {r['fix']}") for r in rows]
     out.data({"head_dim": head_dim, "backend": backend, "types": rows},
              table(f"cache types, head size {head_dim}, {backend}", ("type", ">bits/value", ">smaller than f16", "effective type", "works"), cells))
-    sys.exit(0 if any(r["supported"] for r in rows if r["type"] in FAMILIES) else 1)
+    sys.exit(0 if any(r["supported"] for r in rows if r["type"] in OURS) else 1)

@@ -18,7 +18,7 @@ quiet_log()
 
 
 def header(architecture, mla=False, heads_kv=(1,)):
-    return Header("x.gguf", architecture, "some model", 512, heads_kv, 64, 64, 0, mla)
+    return Header("x.gguf", architecture, "some model", 512, heads_kv, 64, 64, 0, mla, False)
 
 
 def test_sliding_windows(tmp_path):

@@ -55,7 +55,8 @@ def both(path, run, kv_type="f16", n_ctx=256, **options):
         return out
 
 
-@pytest.mark.parametrize("head_dim, plan", [(64, "turbo3"), (80, "turbo2"), (96, "turbo4"), (128, "turbo3"), (192, "turbo3"), (256, "turbo4")])
+@pytest.mark.parametrize("head_dim, plan", [(64, "turbo3"), (80, "turbo2"), (96, "turbo4"), (128, "turbo3"), (192, "turbo3"), (256, "turbo4"),
+                                            *((d, "oscar2") for d in (64, 80, 96, 112, 128, 192, 256))])
 def test_the_algebra_is_exact(calibrated, floats, head_dim, plan):
     floats(plan)
     assert relative(*both(calibrated(head_dim), prefill_and_decode)) < EXACT
@@ -80,6 +81,52 @@ def test_quantised_caches_are_as_near_as_without(calibrated, kv_type):
         exact = prefill_and_decode(context)
     ours, plain = (relative(x, exact) for x in both(path, prefill_and_decode, kv_type))
     assert 0.5 * plain < ours < 1.7 * plain and ours != plain
+
+
+@pytest.mark.parametrize("head_dim, block", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 64), (256, 128)])
+def test_oscar2_keeps_keys_in_tiers_and_values_as_turbo2(calibrated, head_dim, block):
+    member = (lambda family: family if block == 128 else f"{family}_{block}")
+    with Model(calibrated(head_dim, spread=1.5)) as model:
+        with Context(model, 256, ("f16", "f16"), threads=2) as context:
+            exact = prefill_and_decode(context)
+        with Context(model, 256, "oscar2", threads=2) as context:
+            assert {(layer.type_k, layer.type_v) for layer in context.info()} == {(member("oscar2"), member("turbo2"))}
+            assert relative(prefill_and_decode(context), exact) < 1
+            context.clear()
+            batch = context.decode(TOKENS[:90], 0, logits="all")
+            context.clear()
+            alone = np.concatenate([context.decode(TOKENS[i:i + 1], i) for i in range(90)])
+            assert relative(alone, batch) < 0.1                 # float products of another batch size flip a few codes
+        with Context(model, 256, ("oscar2", "f16"), threads=2) as context:
+            assert relative(prefill_and_decode(context), exact) < 0.6
+
+
+def test_oscar2_shifts_copies_and_travels(calibrated):
+    with Model(calibrated(spread=1.5)) as model, Context(model, 256, "oscar2", threads=2, n_seq=2) as context:
+        context.decode(TOKENS[:60], 0, logits="none")
+        context.copy(0, 1)
+        direct = context.decode(TOKENS[60:70], 60, 1, logits="all")
+        context.remove(1, 60)
+        state = context.save(1)
+        context.clear()
+        context.load(state, 0)
+        np.testing.assert_array_equal(context.decode(TOKENS[60:70], 60, 0, logits="all"), direct)
+        context.clear()
+        assert np.isfinite(shifted(context)).all()
+
+
+def test_oscar2_without_data_is_refused_with_the_command(tiny_model, calibrated):
+    with Model(tiny_model(64)) as model, pytest.raises(ValueError, match=r"which this model does not carry; run: pykvq embed-rotations .*\.gguf"):
+        Context(model, 256, "oscar2")
+    with Model(calibrated()) as model, pytest.raises(ValueError, match="kvq is off; leave it at auto, or use turbo2"):
+        Context(model, 256, "oscar2", kvq="off")
+    with Model(calibrated(layers=[1])) as model, pytest.raises(ValueError, match="kvq.blk.0.k.basis.*missing, and cache type oscar2 needs it"):
+        Context(model, 256, "oscar2")
+
+
+def test_values_named_oscar2_need_no_data(tiny_model):
+    with Model(tiny_model(64)) as model, Context(model, 256, ("turbo3", "oscar2")) as context:
+        assert {(layer.type_k, layer.type_v) for layer in context.info()} == {("turbo3_64", "turbo2_64")}
 
 
 def test_a_layer_without_data_stays_as_it_is(calibrated, floats):
