@@ -72,7 +72,7 @@ def test_without_flash_attention(calibrated, floats):
     assert relative(*both(calibrated(), prefill_and_decode, flash=False)) < EXACT
 
 
-@pytest.mark.parametrize("kv_type", ["turbo4", "turbo3", ("turbo4", "f16"), ("f16", "turbo4")])
+@pytest.mark.parametrize("kv_type", ["turbo4", "turbo3", ("turbo4", "f16")])
 def test_quantised_caches_are_as_near_as_without(calibrated, kv_type):
     """A rotation and small means gain nothing and lose little."""
     path = calibrated(spread=1)
@@ -173,7 +173,8 @@ BAD = {
     "no fingerprint": (lambda k: k.update({"kvq.fingerprint": None}), "kvq.fingerprint", "missing"),
     "shape": (lambda k: k.update({"kvq.blk.1.k.basis": k["kvq.blk.1.k.mean"]}), "kvq.blk.1.k.basis", "16384 expected"),
     "truncated": (lambda k: k.update({"kvq.blk.0.k.basis": k["kvq.blk.0.k.basis"][:-3]}), "kvq.blk.0.k.basis", "cut off"),
-    "no base64": (lambda k: k.update({"kvq.blk.0.v.mean": "!" + k["kvq.blk.0.v.mean"][1:]}), "kvq.blk.0.v.mean", "base64"),
+    "no base64": (lambda k: k.update({"kvq.blk.0.k.mean": "!" + k["kvq.blk.0.k.mean"][1:]}), "kvq.blk.0.k.mean", "base64"),
+    "key bias": (lambda k: k.update({"kvq.key_bias": "measured"}), "kvq.key_bias", "cannot remove"),
     "not a number": (changed("kvq.blk.1.k.mean", lambda raw: fill(raw, b"\x00\x7e")), "kvq.blk.1.k.mean", "not finite"),
     "singular": (changed("kvq.blk.1.k.basis", lambda raw: fill(raw, b"\x00\x3c")), "kvq.blk.1.k.basis", "no inverse"),
     "no spectrum": (lambda k: k.update({"kvq.blk.0.k.lambda": None}), "kvq.blk.0.k.lambda", "missing"),
