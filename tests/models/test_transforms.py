@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+from architectures import hybrid, sliding_window, soft_capped
 from calibrated import metadata, random_layers, write_sidecar
 from pykvq.engine import Context, Model, quiet_log
 
@@ -65,6 +66,16 @@ def test_the_algebra_is_exact(calibrated, floats, head_dim, plan):
 def test_group_ratios(calibrated, floats, heads, heads_kv):
     floats("turbo3")
     assert relative(*both(calibrated(64, heads, heads_kv), prefill_and_decode)) < EXACT
+
+
+@pytest.mark.parametrize("make, layers", [(sliding_window, range(6)), (hybrid, (1, 3)), (lambda path: hybrid(path, window=32), (1, 3)),
+                                          (soft_capped, range(2))], ids=["window", "hybrid", "hybrid window", "soft cap"])
+def test_other_caches(tmp_path, floats, make, layers):
+    floats("turbo3")
+    quiet_log()
+    path = make(tmp_path / "model.gguf")
+    write_sidecar(path, metadata(path, random_layers(layers, 1, 64)))
+    assert relative(*both(path, prefill_and_decode, swa_full=False)) < EXACT
 
 
 def test_without_flash_attention(calibrated, floats):
