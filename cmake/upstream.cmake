@@ -55,5 +55,8 @@ add_subdirectory(${LLAMA_CPP_DIR} llama.cpp EXCLUDE_FROM_ALL)
 
 include(cmake/build_time.cmake)
 
+if(TARGET ggml-cuda)
+    enable_language(CUDA)        # upstream enabled it for its own folder
+endif()
 include(ggml_kernels/kvq.cmake)
 kvq_attach(${LLAMA_CPP_DIR})

@@ -19,6 +19,21 @@ function(kvq_sources target)
     endif()
 endfunction()
 
+# Warpgroup products exist for sm_90a, which upstream's list of architectures does not name: a target of its own, where
+# that list has compute capability 9.0.
+function(kvq_hopper)
+    get_target_property(architectures ggml-cuda CUDA_ARCHITECTURES)
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.0 OR NOT "${architectures};${CMAKE_CUDA_ARCHITECTURES_NATIVE}" MATCHES "90|all")
+        return()
+    endif()
+    add_library(kvq-hopper OBJECT ${KVQ_DIR}/cuda/hopper/kvq-hopper.cu)
+    set_target_properties(kvq-hopper PROPERTIES CUDA_ARCHITECTURES 90a-real CUDA_STANDARD 17 POSITION_INDEPENDENT_CODE ON)
+    target_compile_options(kvq-hopper PRIVATE -use_fast_math)
+    target_include_directories(kvq-hopper PRIVATE ${KVQ_DIR}/cuda ${KVQ_DIR}/include)
+    target_sources(ggml-cuda PRIVATE $<TARGET_OBJECTS:kvq-hopper>)
+    set_property(SOURCE ${KVQ_DIR}/cuda/kvq-kernels.cu TARGET_DIRECTORY ggml-cuda APPEND PROPERTY COMPILE_DEFINITIONS KVQ_HOPPER)
+endfunction()
+
 # kvq_attach(<llama.cpp source folder>): call after add_subdirectory(llama.cpp).
 function(kvq_attach upstream)
     # The patched ggml.h includes kvq-types.h, so every user of ggml needs this folder.
@@ -28,6 +43,7 @@ function(kvq_attach upstream)
     kvq_sources(ggml-cpu GLOBS cpu/*.c cpu/*.cpp INCLUDES ${KVQ_DIR}/cpu)
     if(TARGET ggml-cuda)
         kvq_sources(ggml-cuda GLOBS cuda/*.cu cuda/instances/*.cu INCLUDES ${KVQ_DIR}/cuda ${upstream}/ggml/src/ggml-cuda)
+        kvq_hopper()
     endif()
 
     if(TARGET llama)

@@ -85,21 +85,23 @@ class Model:
 
 class Context:
     """One context of a Model with a cache of kv_type (one name or the pair K, V), flash attention on unless told otherwise.
+    offload=False keeps the cache and the attention on the host (llama.cpp's --no-kv-offload).
 
     Raises ValueError for a wrong type or a refusal of llama.cpp, MemoryError when the cache cannot fit.
     """
 
     def __init__(self, model: Model, n_ctx: int, kv_type: str | tuple[str, str] = "f16", *, n_seq: int = 1, unified: bool = False,
-                 n_batch: int = 512, threads: int | None = None, flash: bool = True, swa_full: bool = True, kvq: str = "auto", on_tensor=None):
+                 n_batch: int = 512, threads: int | None = None, flash: bool = True, swa_full: bool = True, offload: bool = True,
+                 kvq: str = "auto", on_tensor=None):
         k, v = split_kv_type(kv_type)
         if is_quantised(v) and not flash:
             raise ValueError(f"a V cache of type {v} needs flash attention; leave it on")
-        check_cache(model.header, type_id(k), type_id(v), n_ctx, cache_on_host=not model.gpu_layers)
+        check_cache(model.header, type_id(k), type_id(v), n_ctx, cache_on_host=not (model.gpu_layers and offload))
         params = native.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_batch, n_seq
         params.n_threads = params.n_threads_batch = threads or os.cpu_count()
         params.type_k, params.type_v, params.kv_unified, params.swa_full = type_id(k), type_id(v), unified, swa_full
-        params.kvq_off = kvq_is_off(kvq)
+        params.offload_kqv, params.kvq_off = offload, kvq_is_off(kvq)
         params.flash_attn_type = native.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else native.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if on_tensor is not None:                # ggml_backend_sched_eval_callback; must live as long as the context
             params.cb_eval = self._on_tensor = native.ggml_backend_sched_eval_callback(on_tensor)

@@ -24,13 +24,9 @@ class LayerCache:
     bytes_v: int
     bytes_f16: int
     device: str
-    transform_k: int = 0             # hash of the calibrated data that keys are stored with, 0: none
-    transform_v: int = 0
-
-    @property
-    def calibrated(self) -> bool:
-        """True when calibrated data shape what is stored."""
-        return bool(self.transform_k or self.transform_v)
+    transform: int = 0               # hash of what keys go through before they are stored, 0: nothing
+    calibrated: bool = False         # by the model's own data
+    key_bias: str = "none"           # of the model: "none", "kept" in the keys, or "left out" and returned to the logit
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,9 @@ class _LayerInfo(ctypes.Structure):                  # struct llama_kvq_layer_in
     _fields_ = [("il", ctypes.c_int32), ("type_k", ctypes.c_int32), ("type_v", ctypes.c_int32), ("n_head_kv", ctypes.c_int32),
                 ("head_dim_k", ctypes.c_int32), ("head_dim_v", ctypes.c_int32), ("is_swa", ctypes.c_int32), ("n_cells", ctypes.c_uint32),
                 ("bytes_k", ctypes.c_uint64), ("bytes_v", ctypes.c_uint64), ("bytes_f16", ctypes.c_uint64), ("device", ctypes.c_char * 32),
-                ("transform_k", ctypes.c_uint32), ("transform_v", ctypes.c_uint32)]
+                ("transform", ctypes.c_uint32), ("calibrated", ctypes.c_int32), ("key_bias", ctypes.c_int32)]
+
+_KEY_BIAS = ("none", "kept", "left out")
 
 
 def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
@@ -95,4 +93,5 @@ def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
     f(context, rows, n)
     return CacheInfo(tuple(
         LayerCache(r.il, type_name(r.type_k), type_name(r.type_v), r.n_head_kv, r.head_dim_k, r.head_dim_v, bool(r.is_swa), r.n_cells,
-                   r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode(), r.transform_k, r.transform_v) for r in rows))
+                   r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode(), r.transform, bool(r.calibrated),
+                   _KEY_BIAS[r.key_bias]) for r in rows))

@@ -167,7 +167,7 @@ def _identity(llm) -> dict[str, object]:
     metadata = json.dumps(llm.metadata, sort_keys=True).encode()
     return {"model": hashlib.sha256(metadata).hexdigest(), "name": llm.metadata.get("general.name", ""),
             "types": [(layer.type_k, layer.type_v) for layer in info(llm)],
-            "transforms": [(layer.transform_k, layer.transform_v) for layer in info(llm)]}
+            "transforms": [layer.transform for layer in info(llm)]}
 
 
 def stamped(llm, state):

@@ -1,6 +1,7 @@
 """Which cache type works where: the one query that the tools, the Python API and the tests ask before a model is loaded."""
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 from pykvq.formats import BLOCKS, FAMILIES, TIERED, TYPES
@@ -88,12 +89,15 @@ def supports(name: str, head_dim: int | tuple[int, int], backend: str = "cpu") -
     """Whether `backend` can keep and attend a cache of type `name` with heads of `head_dim` values.
 
     name: a family or a type of llama.cpp. head_dim: of K and V, or the pair (K, V) where they differ.
-    backend: "cpu", "cuda", "metal" or "vulkan". Raises ValueError for an unknown name or backend.
+    backend: "cpu", "cuda", "metal" or "vulkan". Raises ValueError for an unknown name or backend and for a
+    head_dim that is none.
     """
     type_id(name)
     if backend not in KERNELS:
         raise ValueError(f"unknown backend {backend!r}; valid: {', '.join(KERNELS)}")
-    heads = head_dim if isinstance(head_dim, tuple) else (head_dim,)
+    heads = tuple(head_dim) if isinstance(head_dim, (tuple, list)) else (head_dim,)
+    if len(heads) not in (1, 2) or not all(isinstance(d, Integral) and d > 0 for d in heads):
+        raise ValueError(f"head_dim is a number of values per head, or such a pair for K and V, not {head_dim!r}")
     try:
         _fit(name, heads)
     except ValueError as error:

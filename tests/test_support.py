@@ -63,6 +63,12 @@ def test_unknown_backend():
         supports("turbo3", 128, "tpu")
 
 
+@pytest.mark.parametrize("wrong", ["64", 64.5, None, 0, -1, (), (64, 64, 64), (64, "64")])
+def test_head_sizes_that_are_none(wrong):
+    with pytest.raises(ValueError, match="number of values per head"):
+        supports("turbo3", wrong)
+
+
 def test_ids_and_names_are_inverse():
     for name in VALID_NAMES:
         assert type_name(type_id(name)) == name

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """KL divergence of every cache type, through the real cache and through the numpy codec inside an f16 model.
 
-    python tools/measure_kld.py model.gguf text.txt [--ctx 512] [--chunks 2] [--skip 40000] [--types turbo2 turbo3 turbo4] [--decode]
+    python tools/measure_kld.py model.gguf text.txt [--ctx 512] [--chunks 2] [--skip 40000] [--types turbo2 turbo3 turbo4] [--decode] [--kvq off] [--kernel-only]
 
 "kernel" runs the type as the cache. "reference" keeps an f16 cache and lets the eval callback of llama.cpp rewrite the
 post-RoPE keys and the values with dequantise(quantise(x)) of pykvq.codecs.turbo: what the codec alone costs. Their ratio
 shows what the kernels add. Chunks start with BOS at tokens skip, skip + ctx, ...; the second half of each is scored.
---decode scores the second half token by token instead of in one batch.
+--decode scores the second half token by token instead of in one batch. --kvq off stores keys as they are, also where the model
+carries calibrated transforms or a key bias; --kernel-only leaves the reference out, which knows neither.
 """
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def second_half(context: Context, chunk: list[int], decode: bool) -> np.ndarray:
     context.clear()
     if not decode:
         entries = [(token, i, 0, i >= half) for i, token in enumerate(chunk)]
-        return context.decode_batch(entries)
+        return np.concatenate([context.decode_batch(entries[i:i + context.n_batch]) for i in range(0, len(entries), context.n_batch)])
     context.decode(chunk[:half], 0, logits="none")
     return np.concatenate([context.decode_batch([(token, half + i, 0, True)]) for i, token in enumerate(chunk[half:])])
 
@@ -86,6 +87,8 @@ def main() -> None:
     ap.add_argument("--skip", type=int, default=40000, help="tokens at the start of the text that are not scored")
     ap.add_argument("--types", nargs="+", default=["turbo4", "turbo3", "turbo2", "q8_0", "q4_0"], help="TYPE or K,V")
     ap.add_argument("--decode", action="store_true", help="score token by token")
+    ap.add_argument("--kvq", choices=("auto", "off"), default="auto", help="what the cache does to keys before it stores them")
+    ap.add_argument("--kernel-only", action="store_true", help="no reference")
     a = ap.parse_args()
     quiet_log()
     pairs = {t: (t.split(",")[0], t.split(",")[-1]) for t in a.types}
@@ -96,7 +99,7 @@ def main() -> None:
             raise SystemExit(f"{a.text} has {len(tokens)} tokens, too few for --skip {a.skip} and {a.chunks} chunks of {a.ctx}")
 
         def run(kv_type, callback=None):
-            with Context(model, a.ctx, kv_type, n_batch=a.ctx, on_tensor=callback) as context:
+            with Context(model, a.ctx, kv_type, n_batch=min(a.ctx, 512), kvq="off" if callback else a.kvq, on_tensor=callback) as context:
                 return [second_half(context, c, a.decode) for c in chunks]
 
         exact = run("f16")
@@ -112,7 +115,7 @@ def main() -> None:
                 kernel.add(e, x, c)
             k = kernel.row()
             cells = ("", "")
-            if set(pair) & set(FAMILIES) and set(pair) <= {*FAMILIES, "f16"}:
+            if not a.kernel_only and set(pair) & set(FAMILIES) and set(pair) <= {*FAMILIES, "f16"}:
                 for e, x, c in zip(exact, run("f16", codec_callback(pair)), chunks):
                     reference.add(e, x, c)
                 cells = (f"{reference.row()[0]:.5f}", f"{k[0] / reference.row()[0]:.3f}")

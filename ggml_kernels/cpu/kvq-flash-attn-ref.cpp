@@ -12,16 +12,17 @@ static const float * row_as_float(ggml_type type, const void * x, float * buffer
 }
 
 size_t reference_work_size(const ggml_tensor * dst, int n_threads) {
-    return n_threads*sizeof(float)*(dst->src[1]->ne[0] + 2*dst->src[2]->ne[0] + 16);
+    return n_threads*sizeof(float)*(dst->src[1]->ne[0] + 2*dst->src[2]->ne[0] + 2*key_bias(dst).width() + 16);
 }
 
 void reference_flash_attn(const ggml_compute_params * params, ggml_tensor * dst) {
     const attn_args a(dst);
     a.check();
     const int64_t dk = a.k->ne[0], dv = a.v->ne[0];
-    float * key   = (float *) params->wdata + params->ith*(dk + 2*dv + 16);
+    float * key   = (float *) params->wdata + params->ith*(dk + 2*dv + 2*a.bias.width() + 16);
     float * value = key + dk;
     float * acc   = value + dv;
+    float * z     = acc + dv, * turned = z + a.bias.width();
 
     const int64_t n_token = a.q->ne[1], n_head = a.q->ne[2];
     for (int64_t row = params->ith; row < n_token*n_head*a.q->ne[3]; row += params->nth) {
@@ -31,6 +32,9 @@ void reference_flash_attn(const ggml_compute_params * params, ggml_tensor * dst)
         const float slope = a.slope(head);
         float top = -INFINITY, total = 0.0f;
         memset(acc, 0, dv*sizeof(float));
+        if (a.bias) {
+            a.bias.query(token, head, i3, 1.0f, z);
+        }
 
         for (int64_t t = 0; t < a.k->ne[1]; t++) {
             const float bias = mask ? slope*ggml_fp16_to_fp32(mask[t]) : 0.0f;
@@ -42,6 +46,12 @@ void reference_flash_attn(const ggml_compute_params * params, ggml_tensor * dst)
             float logit = 0.0f;
             for (int64_t i = 0; i < dk; i++) {
                 logit += q[i]*k[i];
+            }
+            if (a.bias) {
+                a.bias.turn(a.bias.position(t, i3), turned);
+                for (int i = 0; i < a.bias.width(); i++) {
+                    logit += z[i]*turned[i];
+                }
             }
             logit *= a.logit_scale();
             if (a.softcap != 0.0f) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ggml-cpu-impl.h"
+#include "kvq-key-bias.h"
 
 #include <cmath>
 #include <cstdint>
@@ -12,9 +13,10 @@ namespace kvq {
 struct attn_args {
     const ggml_tensor * dst, * q, * k, * v, * mask, * sinks;
     float scale, max_bias, softcap;
+    key_bias bias;
 
     explicit attn_args(const ggml_tensor * t)
-        : dst(t), q(t->src[0]), k(t->src[1]), v(t->src[2]), mask(t->src[3]), sinks(t->src[4]) {
+        : dst(t), q(t->src[0]), k(t->src[1]), v(t->src[2]), mask(t->src[3]), sinks(t->src[4]), bias(t) {
         const float * f = (const float *) t->op_params;
         scale = f[0]; max_bias = f[1]; softcap = f[2];
     }

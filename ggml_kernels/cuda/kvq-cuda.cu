@@ -37,7 +37,8 @@ bool kvq_cuda_owns(const ggml_tensor * op) {
 static kvq_device kvq_device_of(const int device) {
     const auto & info = ggml_cuda_info().devices[device];
     // a multiprocessor has a little more shared memory than a block can take; half of it must not promise too much
-    return { info.nsm, info.smpbo, info.smpbo + 1024, info.cc >= GGML_CUDA_CC_HOPPER && ggml_cuda_highest_compiled_arch(info.cc) >= GGML_CUDA_CC_HOPPER };
+    const bool clusters = info.cc >= GGML_CUDA_CC_HOPPER && ggml_cuda_highest_compiled_arch(info.cc) >= GGML_CUDA_CC_HOPPER;
+    return { info.nsm, info.smpbo, info.smpbo + 1024, clusters, info.cc == GGML_CUDA_CC_HOPPER };
 }
 
 static kvq_fattn_args kvq_fattn_args_of(const ggml_tensor * dst) {

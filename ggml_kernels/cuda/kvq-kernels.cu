@@ -31,3 +31,10 @@ kvq_fattn_kernel kvq_find_combine(const int dv, const bool v_is_k) {
 #undef KVQ_TRY
     return nullptr;
 }
+
+#ifdef KVQ_HOPPER
+kvq_prefill_entry kvq_find_compiled_hopper(int d);
+kvq_prefill_entry kvq_find_hopper(const int d) { return kvq_find_compiled_hopper(d); }
+#else
+kvq_prefill_entry kvq_find_hopper(const int) { return {}; }
+#endif

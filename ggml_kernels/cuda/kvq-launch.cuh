@@ -7,7 +7,8 @@ struct kvq_device {
     int    n_sm;
     size_t smem_block;      // most shared memory of one block, opted in
     size_t smem_sm;         // of one multiprocessor
-    bool   clusters;        // blocks can form clusters (compute capability 9.0)
+    bool   clusters;        // blocks can form clusters (compute capability 9.0 and later)
+    bool   wgmma;           // has the products of compute capability 9.0, and no other
 };
 
 struct kvq_launch {
@@ -43,6 +44,8 @@ kvq_decode_entry  kvq_find_decode (int k_bits, int v_bits, int dk, int dv, bool 
 // Prefill kernels for the head sizes, index 0 the largest tile; kernel is null past the last.
 kvq_prefill_entry kvq_find_prefill(int dk, int dv, bool v_is_k, int index);
 kvq_fattn_kernel  kvq_find_combine(int dv, bool v_is_k);
+// Prefill kernel for compute capability 9.0 and this head size of K and V; kernel is null when none is compiled.
+kvq_prefill_entry kvq_find_hopper(int d);
 
 // Values per block that a head of this size uses, as the cache picks it; 0 when none divides.
 static inline int kvq_head_block(const int d) {
@@ -183,9 +186,45 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
     return true;
 }
 
+// Parts along the context for blocks of e.rows query rows: fewest tile steps of the busiest multiprocessor, a part costs
+// about two steps of its own; the partial results stay below 128 MiB.
+static inline int kvq_prefill_splits(const kvq_fattn_args & a, const kvq_prefill_entry & e, const int dv, const int n_sm) {
+    const int x = (a.gqa*a.n_tok + e.rows - 1)/e.rows, y = a.n_head_kv*e.v_parts;
+    const int tiles = (a.n_kv + e.tile - 1)/e.tile;
+    const int64_t part_bytes = int64_t(a.n_seq)*a.n_tok*a.n_head*dv*4;
+    int64_t best = INT64_MAX;
+    int n_split = 1;
+    for (int s = 1; s <= tiles && s <= 2*n_sm && (s == 1 || s*part_bytes <= (int64_t(128) << 20)); ++s) {
+        const int64_t waves = (int64_t(x)*y*a.n_seq*s + n_sm - 1)/n_sm;
+        const int64_t cost = 100*waves*((tiles + s - 1)/s + 2);
+        if (s == 1 || cost < best - best/32) {
+            best = cost;
+            n_split = s;
+        }
+    }
+    return n_split;
+}
+
+static inline void kvq_set_prefill(kvq_fattn_args & a, const kvq_prefill_entry & e, const int dv, const kvq_device & dev, kvq_launch & out) {
+    a.n_split = a.n_part = kvq_prefill_splits(a, e, dv, dev.n_sm);
+    a.heads = a.row_groups = a.slices = 1;
+    out.kernel = e.kernel;
+    out.grid   = dim3((a.gqa*a.n_tok + e.rows - 1)/e.rows, a.n_head_kv*e.v_parts, a.n_seq*a.n_split);
+    out.block  = dim3(32, e.warps, 1);
+}
+
 static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & out) {
     kvq_set_window(a.k, 1);
     kvq_set_window(a.v, 1);
+    const kvq_prefill_entry hopper = dev.wgmma && dk == dv && !a.v_is_k ? kvq_find_hopper(dk) : kvq_prefill_entry {};
+    if (hopper.kernel && 4*a.gqa*a.n_tok >= 3*hopper.rows) {
+        out.smem = hopper.fixed_bytes + size_t(2)*hopper.tile*(a.k.stride + a.v.stride) + 128;
+        if (out.smem <= dev.smem_block) {
+            a.mask_rows = 0;
+            kvq_set_prefill(a, hopper, dv, dev, out);
+            return true;
+        }
+    }
     for (int i = 0; ; ++i) {
         const kvq_prefill_entry e = kvq_find_prefill(dk, dv, a.v_is_k, i);
         if (!e.kernel) {
@@ -195,31 +234,12 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
         const bool stage_mask = a.mask && a.nbm1 % 16 == 0 && a.nbm3 % 16 == 0 && (uintptr_t) a.mask % 16 == 0;
         const int tokens = e.rows % a.gqa == 0 ? e.rows/a.gqa : (e.rows + a.gqa - 2)/a.gqa + 1;
         a.mask_rows = !stage_mask ? 0 : tokens < a.n_tok ? tokens : a.n_tok;
-        out.smem = e.fixed_bytes + size_t(2)*e.tile*(a.k.stride + (a.v_is_k ? 0 : a.v.stride) + 2*a.mask_rows) + 128;
+        out.smem = e.fixed_bytes + size_t(e.tile)*(2*(a.k.stride + (a.v_is_k ? 0 : a.v.stride)) + 3*2*a.mask_rows) + 128;
         const bool last = kvq_find_prefill(dk, dv, a.v_is_k, i + 1).kernel == nullptr;
         if (out.smem > dev.smem_block || (!last && e.rows >= 2*a.gqa*a.n_tok)) {
             continue;
         }
-        const int x = (a.gqa*a.n_tok + e.rows - 1)/e.rows, y = a.n_head_kv*e.v_parts;
-        const int tiles = (a.n_kv + e.tile - 1)/e.tile;
-        // fewest tile steps of the busiest multiprocessor, a split costs about two steps of its own; the partial
-        // results stay below 128 MiB
-        const int64_t part_bytes = int64_t(a.n_seq)*a.n_tok*a.n_head*dv*4;
-        int64_t best = INT64_MAX;
-        a.n_split = 1;
-        for (int s = 1; s <= tiles && s <= 2*dev.n_sm && (s == 1 || s*part_bytes <= (int64_t(128) << 20)); ++s) {
-            const int64_t waves = (int64_t(x)*y*a.n_seq*s + dev.n_sm - 1)/dev.n_sm;
-            const int64_t cost = 100*waves*((tiles + s - 1)/s + 2);
-            if (s == 1 || cost < best - best/32) {
-                best = cost;
-                a.n_split = s;
-            }
-        }
-        a.n_part = a.n_split;
-        a.heads = a.row_groups = a.slices = 1;
-        out.kernel = e.kernel;
-        out.grid   = dim3(x, y, a.n_seq*a.n_split);
-        out.block  = dim3(32, e.warps, 1);
+        kvq_set_prefill(a, e, dv, dev, out);
         return true;
     }
 }

@@ -126,7 +126,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     __half * sq = (__half *) smem;                     // [ROWS][SK]
     __half * sk = sq + S::ROWS*S::SK;                  // [2][TILE][SK]
     __half * sv = sk + 2*T*S::SK;                      // [2][TILE][SV]
-    char   * raw = (char *) (sv + 2*T*S::SV);          // [2][K window, V window]
+    char   * raw = (char *) (sv + 2*T*S::SV);          // [2][K window, V window], then [3][mask]
     const int k_bytes = T*a.k.stride, v_bytes = a.v_is_k ? 0 : T*a.v.stride;
     const uint32_t raw_s = kvq_shared(raw);
 
@@ -137,11 +137,12 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     const int v_shift0 = int((uintptr_t) v_first & (vo.gran - 1)),  v_shift1 = (v_shift0 + int(vo.nb1 & 3)) & (vo.gran - 1);
     const int v_skip = kvq_slice_offset<S::NV>(vo.store, v_part*S::DVP);
 
-    // mask rows of the block's tokens, staged like K and V when they can be copied in 16-byte pieces
+    // mask rows of the block's tokens, staged like K and V when they can be copied in 16-byte pieces; a tile's are still read
+    // while those of the tile after the next arrive, so there are three places
     const int tok0 = blockIdx.x*S::ROWS/a.gqa;
     const int mask_rows = a.mask_rows;
     const int mask_bytes = mask_rows*T*2;
-    const int stage_bytes = k_bytes + v_bytes + mask_bytes;
+    const int stage_bytes = k_bytes + v_bytes;
     const char * mask_first = a.mask + (seq % a.nem3)*a.nbm3;
 
     const kvq_copier k_copy(a.k.chunks, a.k.nb1, a.k.stride, tid, THREADS), v_copy(vo.chunks, vo.nb1, vo.stride, tid, THREADS);
@@ -154,6 +155,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     auto fetch = [&](const int tile) {
         if (tile < tile1) {
             const uint32_t at = raw_s + uint32_t((tile - tile0) & 1)*stage_bytes;
+            const uint32_t mask_at = raw_s + 2*stage_bytes + uint32_t((tile - tile0) % 3)*mask_bytes;
             if (k_fast) {
                 k_copy.copy(at, k_tiles + int64_t(tile)*T*a.k.nb1, T, a.n_kv - tile*T);
             } else {
@@ -168,11 +170,11 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
             }
             if (mask_rows > 0 && (tile + 1)*T <= a.n_kv) {
                 if (mask_fast) {
-                    mask_copy.copy(at + k_bytes + v_bytes, mask_first + tok0*a.nbm1 + int64_t(tile)*T*2, mask_rows, mask_rows);
+                    mask_copy.copy(mask_at, mask_first + tok0*a.nbm1 + int64_t(tile)*T*2, mask_rows, mask_rows);
                 } else {
                     for (int i = tid; i < mask_rows*(T/8); i += THREADS) {
                         const int r = i/(T/8), c = i % (T/8);
-                        kvq_cp_async<16>(at + k_bytes + v_bytes + i*16, mask_first + min(tok0 + r, a.n_tok - 1)*a.nbm1 + int64_t(tile)*T*2 + c*16);
+                        kvq_cp_async<16>(mask_at + i*16, mask_first + min(tok0 + r, a.n_tok - 1)*a.nbm1 + int64_t(tile)*T*2 + c*16);
                     }
                 }
             }
@@ -221,12 +223,12 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     }
 
     // thread rows: g + 8i of the warp's 16*MT
-    int mask_at[2*MT];
+    int mask_row[2*MT];
     float slope[2*MT];
 #pragma unroll
     for (int i = 0; i < 2*MT; ++i) {
         const int row = row0 + g + 8*i < n_rows ? row0 + g + 8*i : n_rows - 1;
-        mask_at[i] = (max(row/a.gqa, tok0) - tok0)*T*2 + 4*t;
+        mask_row[i] = (max(row/a.gqa, tok0) - tok0)*T*2 + 4*t;
         slope[i] = kvq_slope(a, head_kv*a.gqa + row % a.gqa)*KVQ_LOG2E;
     }
     const bool active = row0 < n_rows;         // warps past the last row only help to dequantise
@@ -263,7 +265,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
         }
 
         const int slot = (tile - tile0) & 1;
-        const char * mask_tile = raw + slot*stage_bytes + k_bytes + v_bytes;
+        const char * mask_tile = raw + 2*stage_bytes + (tile - tile0) % 3*mask_bytes;
 #pragma unroll 1
         for (int first = 0; first < T && active; first += STEP) {
             const int token = tile*T + first, at = slot*T + first;
@@ -320,7 +322,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
                 for (int i = 0; i < 2*MT; ++i) {
 #pragma unroll
                     for (int j = 0; j < NT; ++j) {
-                        mk[i][j] = *(const uint32_t *) (mask_tile + mask_at[i] + 2*first + 16*j);
+                        mk[i][j] = *(const uint32_t *) (mask_tile + mask_row[i] + 2*first + 16*j);
                         any_bits |= mk[i][j];
                     }
                 }

@@ -23,8 +23,9 @@ struct llama_kvq_layer_info {
     uint64_t bytes_v;
     uint64_t bytes_f16;     // what K and V would take as f16
     char     device[32];    // buffer type, e.g. CPU, CUDA0
-    uint32_t transform_k;   // hash of the calibrated data that keys are stored with, 0: none
-    uint32_t transform_v;   // the same for values
+    uint32_t transform;     // hash of what keys go through before they are stored, 0: nothing
+    int32_t  calibrated;    // by the model's own data
+    int32_t  key_bias;      // 0: none, 1: stored with the keys, 2: left out of the keys and returned to the logit
 };
 
 // Number of cached layers; the first `capacity` are written to out.
@@ -37,6 +38,8 @@ LLAMA_API const char * llama_kvq_first_error(bool forget);
 }
 
 class llama_kv_cache;
+struct llama_cparams;
+struct llama_memory_context_i;
 struct kvq_layer;
 struct kvq_transforms;
 
@@ -55,8 +58,24 @@ ggml_tensor * kvq_split_unrotated(ggml_context * ctx, ggml_tensor ** keys, ggml_
 // one log line: effective types, bytes, the f16 equivalent and what is calibrated
 void kvq_log_cache(const llama_kv_cache & cache);
 
-// whether the caches that this thread creates from now on leave calibrated data alone (llama_context_params.kvq_off)
-void kvq_set_off(bool off);
+// The context whose caches this thread creates next. off: they store keys as they are (llama_context_params.kvq_off).
+void kvq_begin(bool off, const llama_cparams & cparams);
+
+// A key bias b that the stored keys lack. The attention operation adds q . R(j) b to the logit of the token at position j,
+// R(j) being its rotation. Tensors are null when keys are stored as they are.
+struct kvq_key_bias {
+    ggml_tensor * q    = nullptr;   // f32 [d, n_head, n_tokens], before any transform
+    ggml_tensor * b    = nullptr;   // f32 [d, n_head_kv]
+    ggml_tensor * trig = nullptr;   // f32 [n_rot, 256 + n]: cosines, then sines, of positions 0..255 and of multiples of 256
+    ggml_tensor * pos  = nullptr;   // i32 [n_kv, n_stream]
+    bool interleaved   = false;     // pairs are (0, 1), (2, 3), ...; else (0, n_rot/2), (1, n_rot/2 + 1), ...
+};
+
+// adds a bias, if there is one, to a FLASH_ATTN_EXT node
+void kvq_add_key_bias(ggml_context * ctx, ggml_tensor * attention, const kvq_key_bias * bias);
+
+// true when the cache of layer il stores keys without their bias, so that the graph must not add it
+bool kvq_omits_key_bias(const llama_memory_context_i * mctx, int32_t il);
 
 // A type as saved states carry it: rows stored with other calibrated data count as another type.
 inline int32_t kvq_state_type(ggml_type type, uint32_t transform) {

@@ -1,5 +1,6 @@
 // What the cache of libllama needs of us: the type of a layer, whether its device can run it, and what was allocated.
 #include "kvq-llama.h"
+#include "kvq-key-bias.h"
 #include "kvq-metadata.h"
 #include "kvq-transforms.h"
 #include "kvq.h"
@@ -83,29 +84,36 @@ void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {
         if (layer.k->buffer) {
             snprintf(info.device, sizeof(info.device), "%s", ggml_backend_buffer_name(layer.k->buffer));
         }
-        info.transform_k = layer.kvq->k_hash;
-        info.transform_v = layer.kvq->v_hash;
+        info.transform  = layer.kvq->hash;
+        info.calibrated = layer.kvq->k_in != nullptr;
+        info.key_bias   = layer.kvq->bias ? 2 : !hparams.is_mla() && (kvq_model_key_bias(model, layer.il) || model.layers[layer.il].wqkv_b);
         out.push_back(info);
     }
 }
 
-// what to say about calibration, empty when no type of ours is there
+// what to say about keys of our types, empty when there are none
 std::string llama_kv_cache::kvq_calibration() const {
-    size_t n = 0, n_ours = 0;
-    bool bias = false;
-    for (const auto & layer : layers) {
-        const bool keys = kvq_is_cache_type(layer.k->type);
-        n_ours += keys || (layer.v && kvq_is_cache_type(layer.v->type));
-        n      += layer.kvq->k_hash || layer.kvq->v_hash;
-        bias    = bias || (keys && !layer.kvq->k_hash && (model.layers[layer.il].wk_b || model.layers[layer.il].wqkv_b));
+    std::vector<llama_kvq_layer_info> infos;
+    kvq_layers(infos);
+    int n_keys = 0, n_calibrated = 0, n_omitted = 0, n_bare = 0;
+    for (const auto & l : infos) {
+        const bool keys = kvq_is_cache_type((ggml_type) l.type_k);
+        n_keys       += keys;
+        n_calibrated += l.calibrated;
+        n_omitted    += l.key_bias == 2;
+        n_bare       += keys && l.key_bias == 1 && !l.calibrated;
     }
-    if (bias) {
-        LLAMA_LOG_WARN("kvq: the keys of this model have a bias, which few bits cannot hold: expect wrong answers; run: %s\n",
-            kvq_embed_command(model, false).c_str());
+    if (n_bare) {
+        LLAMA_LOG_WARN("kvq: the keys of this model have a bias, which few bits cannot hold, and it stays in them (%s): expect wrong answers; run: %s\n",
+            kvq->bias_stays.c_str(), kvq_embed_command(model, false).c_str());
     }
-    return n      ? format("; calibrated: %zu of %zu layers (%s)", n, layers.size(), kvq->source.c_str())
-         : n_ours ? "; not calibrated"
-         :          "";
+    std::string text = n_omitted ? "; key bias left out of the keys" : "";
+    if (n_calibrated) {
+        text += format("; calibrated: %d of %d layers (%s)", n_calibrated, (int) infos.size(), kvq->source.c_str());
+    } else if (n_keys) {
+        text += "; not calibrated";
+    }
+    return text;
 }
 
 void kvq_log_cache(const llama_kv_cache & cache) {

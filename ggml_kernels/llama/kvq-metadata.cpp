@@ -88,7 +88,14 @@ kvq_metadata::kvq_metadata(const llama_model & model) : model(model) {
     if (!model.hparams.no_alloc) {
         require("kvq.fingerprint", fingerprint(model), "made for another model");
     }
-    require("kvq.key_bias", "none", "this program cannot remove a key bias");
+    if (key_bias() != "none") {
+        require("kvq.key_bias", "attn_k.bias", "this program cannot remove that key bias");
+    }
+}
+
+std::string kvq_metadata::key_bias() const {
+    const std::string * value = find("kvq.key_bias");
+    return value ? *value : "";
 }
 
 const std::string * kvq_metadata::find(const std::string & key) const {
@@ -160,7 +167,7 @@ std::vector<uint8_t> kvq_metadata::bytes(const std::string & key, size_t n) cons
     return out;
 }
 
-kvq_layer_data kvq_metadata::layer(uint32_t il, int64_t n_head_kv, int64_t d, int64_t d_v) const {
+kvq_layer_data kvq_metadata::layer(uint32_t il, int64_t n_head_kv, int64_t d) const {
     kvq_layer_data out;
     fnv1a64 hash;
     bool any = false;
@@ -189,7 +196,6 @@ kvq_layer_data kvq_metadata::layer(uint32_t il, int64_t n_head_kv, int64_t d, in
     out.k_mean   = read("k.mean",   n_head_kv*d,   true);
     out.k_basis  = read("k.basis",  n_head_kv*d*d, true);
     out.k_lambda = read("k.lambda", n_head_kv*d,   false);
-    out.v_mean   = read("v.mean",   n_head_kv*d_v, true);
 
     const bool keys = !out.k_mean.empty() || !out.k_basis.empty() || !out.k_lambda.empty();
     const std::pair<const char *, const std::vector<float> &> parts[] = {

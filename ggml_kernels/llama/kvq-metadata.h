@@ -13,7 +13,6 @@ struct kvq_layer_data {
     std::vector<float> k_mean;     // [n_head_kv, d]
     std::vector<float> k_basis;    // [n_head_kv, d, d], row i of a head: coordinate i
     std::vector<float> k_lambda;   // [n_head_kv, d], descending
-    std::vector<float> v_mean;     // [n_head_kv, d_v]
     uint32_t hash = 0;             // of the bytes above
 };
 
@@ -26,8 +25,11 @@ public:
     bool empty() const { return values == nullptr; }
     const std::string & source() const { return from; }
 
+    // bias that the keys were without when they were measured: "none" or "attn_k.bias"
+    std::string key_bias() const;
+
     // Throws std::runtime_error naming key and layer when something is missing, misshapen or not finite.
-    kvq_layer_data layer(uint32_t il, int64_t n_head_kv, int64_t d, int64_t d_v) const;
+    kvq_layer_data layer(uint32_t il, int64_t n_head_kv, int64_t d) const;
 
     // `what` about a key, with the command that mends it
     std::string complaint(const std::string & key, const std::string & what) const;

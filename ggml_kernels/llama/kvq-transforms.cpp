@@ -1,4 +1,5 @@
 #include "kvq-transforms.h"
+#include "kvq-key-bias.h"
 #include "kvq-llama.h"
 #include "kvq-metadata.h"
 #include "kvq-plan.h"
@@ -20,9 +21,11 @@
 
 // set by the context for the caches that it creates
 static thread_local bool g_off = false;
+static thread_local const llama_cparams * g_cparams = nullptr;
 
-void kvq_set_off(bool off) {
-    g_off = off;
+void kvq_begin(bool off, const llama_cparams & cparams) {
+    g_off     = off;
+    g_cparams = &cparams;
 }
 
 bool kvq_invert(const std::vector<double> & matrix, int64_t n, std::vector<double> & inverse) {
@@ -157,69 +160,122 @@ static ggml_type transformed_as(ggml_type type) {
     return name && (type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0) ? kvq_type_from_name(name) : type;
 }
 
+static std::vector<float> to_host(const ggml_tensor * t) {
+    std::vector<float> x(ggml_nelements(t));
+    ggml_backend_tensor_get(t, x.data(), 0, ggml_nbytes(t));
+    return x;
+}
+
+// k_in and q_in of a layer, all heads at once
+static void upload_matrices(const kvq_layer & t, const kvq_layer_data & data, ggml_type type, uint32_t il, const kvq_metadata & metadata) {
+    const int64_t d = t.k_in->ne[0], n_head = t.k_in->ne[2];
+    std::vector<float> k_in(d*d*n_head), q_in(d*d*n_head);
+    std::atomic<int64_t> bad{-1};
+    parallel(n_head, [&](int64_t h) {
+        const kvq_plan plan = kvq_plan_for(type, d, &data.k_lambda[h*d]);
+        if (!head_matrices(&data.k_basis[h*d*d], plan, d, &k_in[h*d*d], &q_in[h*d*d])) {
+            bad = h;
+        }
+    });
+    if (bad >= 0) {
+        throw std::runtime_error(metadata.complaint(format("kvq.blk.%u.k.basis", il), format("the matrix of KV head %d has no inverse", (int) bad)));
+    }
+    ggml_backend_tensor_set(t.k_in, k_in.data(), 0, ggml_nbytes(t.k_in));
+    ggml_backend_tensor_set(t.q_in, q_in.data(), 0, ggml_nbytes(t.q_in));
+}
+
 void llama_kv_cache::kvq_load() {
     const auto transforms = std::make_shared<kvq_transforms>();
     transforms->layers.resize(layers.size());
-    const auto owned = [&](const kv_layer & layer) { return !layer.kvq; };   // a layer of another cache brings its own
-
-    const auto ours = [](const ggml_tensor * t) { return t && kvq_is_cache_type(transformed_as(t->type)); };
-    const bool wanted = std::any_of(layers.begin(), layers.end(), [&](const kv_layer & l) { return ours(l.k) || ours(l.v); });
     kvq = transforms;
+
+    std::vector<size_t> ours;   // the others keep what they have: a layer of another cache brings its own
     for (size_t i = 0; i < layers.size(); i++) {
-        layers[i].kvq = owned(layers[i]) ? &transforms->layers[i] : layers[i].kvq;
+        if (!layers[i].kvq) {
+            layers[i].kvq = &transforms->layers[i];
+            if (kvq_is_cache_type(transformed_as(layers[i].k->type))) {
+                ours.push_back(i);
+            }
+        }
     }
-    const bool tiered = std::any_of(layers.begin(), layers.end(), [](const kv_layer & l) { return kvq_code(l.k->type) == KVQ_TIERED; });
-    const bool able = !hparams.is_mla() && has_hooks(model.arch);
-    if (tiered && !able) {
+    const bool tiered = std::any_of(ours.begin(), ours.end(), [&](size_t i) { return kvq_code(layers[i].k->type) == KVQ_TIERED; });
+    if (tiered && (hparams.is_mla() || !has_hooks(model.arch))) {
         throw std::runtime_error(format("cache type oscar2 needs calibrated keys, which the attention of %s cannot have; use turbo3 or turbo4",
             llm_arch_name(model.arch)));
     }
     if (tiered && g_off) {
         throw std::runtime_error("cache type oscar2 needs calibrated keys, and kvq is off; leave it at auto, or use turbo2");
     }
-    if (g_off || !wanted || !able) {
+    if (ours.empty() || hparams.is_mla()) {
+        return;
+    }
+
+    // the bias leaves the keys of all layers or of none, because calibrated data know one of both
+    bool has_bias = false;
+    for (const size_t i : ours) {
+        const int32_t il = layers[i].il;
+        if (kvq_model_key_bias(model, il)) {
+            has_bias = true;
+            if (transforms->bias_stays.empty()) {
+                transforms->bias_stays = g_off ? "--kvq off" : kvq_bias_obstacle(model, *g_cparams, il, layers[i].k->type, layers[i].v->type);
+            }
+        } else if (model.layers[il].wqkv_b) {
+            transforms->bias_stays = "it is fused with that of queries and values";
+        }
+    }
+    if (g_off || !has_hooks(model.arch)) {
         return;
     }
     const kvq_metadata metadata(model);
-    if (tiered && metadata.empty()) {
-        throw std::runtime_error(format("cache type oscar2 needs calibrated keys, which this model does not carry; run: %s",
-            kvq_embed_command(model, false).c_str()));
+    bool calibrated = !metadata.empty();
+    bool omit_bias  = has_bias && transforms->bias_stays.empty();
+    if (calibrated && omit_bias != (metadata.key_bias() != "none")) {
+        // measured: leaving the bias out gains more than data that were measured with it
+        calibrated = false;
+        LLAMA_LOG_WARN("kvq: calibrated data of %s not used: measured on keys %s their bias, which %s here%s%s%s\n",
+            metadata.source().c_str(), omit_bias ? "with" : "without", omit_bias ? "is left out" : "stays",
+            transforms->bias_stays.empty() ? "" : " (", transforms->bias_stays.c_str(), transforms->bias_stays.empty() ? "" : ")");
     }
-    if (metadata.empty()) {
-        return;
+    if (tiered && !calibrated) {
+        throw std::runtime_error(metadata.empty()
+            ? format("cache type oscar2 needs calibrated keys, which this model does not carry; run: %s", kvq_embed_command(model, false).c_str())
+            : metadata.complaint("kvq.key_bias", format("measured on keys %s their bias, which %s here", omit_bias ? "with" : "without",
+                omit_bias ? "is left out" : "stays")));
     }
-    transforms->source = metadata.source();
+    transforms->source = calibrated ? metadata.source() : "";
 
-    // data and tensors, one context a buffer type
-    std::vector<kvq_layer_data> data(layers.size());
+    // tensors, one context a buffer type
+    std::map<size_t, kvq_layer_data> data;
     std::map<ggml_backend_buffer_type_t, ggml_context_ptr> contexts;
-    for (size_t i = 0; i < layers.size(); i++) {
-        const auto & layer = layers[i];
+    for (const size_t i : ours) {
+        const uint32_t il = layers[i].il;
         kvq_layer & t = transforms->layers[i];
-        if (layer.kvq != &t) {
-            continue;
-        }
-        const int64_t n_head = hparams.n_head_kv(layer.il), d = hparams.n_embd_head_k(layer.il), d_v = hparams.n_embd_head_v(layer.il);
-        data[i] = metadata.layer(layer.il, n_head, d, d_v);
+        const int64_t n_head = hparams.n_head_kv(il), d = hparams.n_embd_head_k(il);
 
-        auto & ctx = contexts[ggml_backend_buffer_get_type(layer.k->buffer)];
+        auto & ctx = contexts[ggml_backend_buffer_get_type(layers[i].k->buffer)];
         if (!ctx) {
-            ctx.reset(ggml_init({ 4*layers.size()*ggml_tensor_overhead(), nullptr, true }));
+            ctx.reset(ggml_init({ (4*layers.size() + 1)*ggml_tensor_overhead(), nullptr, true }));
         }
-        // A constant shift of a query's logits is invisible to softmax, but not to a cap or beside a sink.
-        const bool sinks  = model.layers[layer.il].attn_sinks;
-        const bool capped = hparams.attn_soft_cap || model.arch == LLM_ARCH_GROK;
-        if (ours(layer.k) && !data[i].k_basis.empty()) {
-            t.k_in   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
-            t.q_in   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
-            t.k_mean = sinks || capped ? nullptr : ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
-            t.k_hash = data[i].hash;
-        } else if (kvq_code(layer.k->type) == KVQ_TIERED) {
-            throw std::runtime_error(metadata.complaint(format("kvq.blk.%u.k.basis", layer.il), "missing, and cache type oscar2 needs it"));
+        if (calibrated) {
+            data[i] = metadata.layer(il, n_head, d);
         }
-        if (ours(layer.v) && !data[i].v_mean.empty() && !sinks) {
-            t.v_mean = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d_v, n_head);
-            t.v_hash = data[i].hash;
+        if (calibrated && !data[i].k_basis.empty()) {
+            // A constant shift of a query's logits is invisible to softmax, but not to a cap or beside a sink.
+            const bool seen = hparams.attn_soft_cap || model.arch == LLM_ARCH_GROK || model.layers[il].attn_sinks;
+            t.k_in = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
+            t.q_in = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
+            t.mean = seen ? nullptr : ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
+            t.hash = data[i].hash;
+        } else if (tiered) {
+            throw std::runtime_error(metadata.complaint(format("kvq.blk.%u.k.basis", il), "missing, and cache type oscar2 needs it"));
+        }
+        if (omit_bias && kvq_model_key_bias(model, il)) {
+            t.bias  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
+            t.hash ^= 0x9E3779B1u;
+            if (!transforms->trig) {
+                transforms->interleaved = hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
+                transforms->trig = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, hparams.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS);
+            }
         }
     }
     for (auto & [buft, ctx] : contexts) {
@@ -241,32 +297,20 @@ void llama_kv_cache::kvq_load() {
         return;
     }
 
-    for (size_t i = 0; i < layers.size(); i++) {
-        const auto & layer = layers[i];
+    for (const size_t i : ours) {
         const kvq_layer & t = transforms->layers[i];
-        if (t.k_in && layer.kvq == &t) {
-            const int64_t d = t.k_in->ne[0], n_head = t.k_in->ne[2];
-            std::vector<float> k_in(d*d*n_head), q_in(d*d*n_head);
-            std::atomic<int64_t> bad{-1};
-            parallel(n_head, [&](int64_t h) {
-                const kvq_plan plan = kvq_plan_for(transformed_as(layer.k->type), d, &data[i].k_lambda[h*d]);
-                if (!head_matrices(&data[i].k_basis[h*d*d], plan, d, &k_in[h*d*d], &q_in[h*d*d])) {
-                    bad = h;
-                }
-            });
-            if (bad >= 0) {
-                throw std::runtime_error(metadata.complaint(format("kvq.blk.%u.k.basis", layer.il),
-                    format("the matrix of KV head %d has no inverse", (int) bad)));
-            }
-            ggml_backend_tensor_set(t.k_in, k_in.data(), 0, ggml_nbytes(t.k_in));
-            ggml_backend_tensor_set(t.q_in, q_in.data(), 0, ggml_nbytes(t.q_in));
-            if (t.k_mean) {
-                ggml_backend_tensor_set(t.k_mean, data[i].k_mean.data(), 0, ggml_nbytes(t.k_mean));
-            }
+        if (t.k_in) {
+            upload_matrices(t, data[i], transformed_as(layers[i].k->type), layers[i].il, metadata);
         }
-        if (t.v_mean && layer.kvq == &t) {
-            ggml_backend_tensor_set(t.v_mean, data[i].v_mean.data(), 0, ggml_nbytes(t.v_mean));
+        if (t.mean) {
+            ggml_backend_tensor_set(t.mean, data[i].k_mean.data(), 0, ggml_nbytes(t.mean));
         }
+        if (t.bias) {
+            ggml_backend_tensor_set(t.bias, to_host(kvq_model_key_bias(model, layers[i].il)).data(), 0, ggml_nbytes(t.bias));
+        }
+    }
+    if (transforms->trig) {
+        ggml_backend_tensor_set(transforms->trig, kvq_rope_table(model, *g_cparams, layers[ours[0]].il).data(), 0, ggml_nbytes(transforms->trig));
     }
 }
 
@@ -286,11 +330,15 @@ static ggml_tensor * token_major(ggml_context * ctx, ggml_tensor * x) {
 }
 
 static ggml_tensor * transformed_keys(ggml_context * ctx, const kvq_layer & t, ggml_tensor * k) {
-    return token_major(ctx, per_head(ctx, t.k_in, t.k_mean ? ggml_sub(ctx, k, t.k_mean) : k));
+    return token_major(ctx, per_head(ctx, t.k_in, t.mean ? ggml_sub(ctx, k, t.mean) : k));
 }
 
-void llama_kv_cache::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v, int32_t il) const {
+kvq_key_bias llama_kv_cache::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor * pos, int32_t il) const {
     const kvq_layer & t = *layers[map_layer_ids.at(il)].kvq;
+    kvq_key_bias bias;
+    if (t.bias) {
+        bias = { q, t.bias, kvq->trig, pos, kvq->interleaved };
+    }
     if (t.k_in) {
         q = ggml_permute(ctx, per_head(ctx, t.q_in, q), 0, 2, 1, 3);
         ggml_format_name(q, "kvq_q-%d", il);
@@ -299,21 +347,7 @@ void llama_kv_cache::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggml_tensor
             ggml_format_name(k, "kvq_k-%d", il);
         }
     }
-    if (t.v_mean && v) {
-        v = ggml_sub(ctx, v, t.v_mean);
-        ggml_format_name(v, "kvq_v-%d", il);
-    }
-}
-
-ggml_tensor * llama_kv_cache::kvq_leave(ggml_context * ctx, ggml_tensor * out, int32_t il) const {
-    const kvq_layer & t = *layers[map_layer_ids.at(il)].kvq;
-    if (!t.v_mean) {
-        return out;
-    }
-    const int64_t d = t.v_mean->ne[0], n_head_kv = t.v_mean->ne[1];
-    ggml_tensor * x = ggml_reshape_4d(ctx, out, d, out->ne[0]/(d*n_head_kv), n_head_kv, out->ne[1]);
-    x = ggml_add(ctx, x, ggml_reshape_3d(ctx, t.v_mean, d, 1, n_head_kv));
-    return ggml_reshape_2d(ctx, x, out->ne[0], out->ne[1]);
+    return bias;
 }
 
 ggml_tensor * llama_kv_cache::kvq_restore_keys(ggml_context * ctx, ggml_tensor * k, int32_t il) const {
@@ -323,7 +357,7 @@ ggml_tensor * llama_kv_cache::kvq_restore_keys(ggml_context * ctx, ggml_tensor *
     }
     // k~ = (k - mean) F~, and F~ B~ = I
     k = token_major(ctx, per_head(ctx, ggml_cont(ctx, ggml_transpose(ctx, t.q_in)), k));
-    return t.k_mean ? ggml_add(ctx, k, t.k_mean) : k;
+    return t.mean ? ggml_add(ctx, k, t.mean) : k;
 }
 
 ggml_tensor * llama_kv_cache::kvq_transform_keys(ggml_context * ctx, ggml_tensor * k, int32_t il) const {
@@ -331,12 +365,6 @@ ggml_tensor * llama_kv_cache::kvq_transform_keys(ggml_context * ctx, ggml_tensor
     return t.k_in ? transformed_keys(ctx, t, k) : k;
 }
 
-// ---- the batch's view of the cache ----
-
-void llama_kv_cache_context::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v, int32_t il) const {
-    kv->kvq_enter(ctx, q, k, v, il);
-}
-
-ggml_tensor * llama_kv_cache_context::kvq_leave(ggml_context * ctx, ggml_tensor * out, int32_t il) const {
-    return kv->kvq_leave(ctx, out, il);
+kvq_key_bias llama_kv_cache_context::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor * pos, int32_t il) const {
+    return kv->kvq_enter(ctx, q, k, pos, il);
 }

@@ -1,6 +1,9 @@
-// Calibrated transforms of a cache: a key k is stored as (k - mean) F~, its query becomes q B~^T with F~ B~ = I, so that
-// products of queries and keys shift by one constant a query, which softmax does not see. Values lose their mean and
-// the attention output gets it back.
+// What a cache does to keys before it stores them. Calibrated transforms: a key k is stored as (k - mean) F~, its query
+// becomes q B~^T with F~ B~ = I, so that products of queries and keys shift by one constant a query, which softmax does not
+// see. Key bias: kvq-key-bias.h.
+//
+// Values stay as they are: taking their mean off and adding it to the output is exact too, but it makes the value of an
+// attention sink, nearly zero and read by every query, as coarse as the others (measured: twice the divergence).
 #pragma once
 
 #include "ggml-cpp.h"
@@ -9,18 +12,21 @@
 #include <string>
 #include <vector>
 
-// Tensors of one cached layer, f32, on the device of its cache. Null: not transformed.
+// One cached layer; tensors are f32, on the device of its cache. Null: not done.
 struct kvq_layer {
-    ggml_tensor * k_mean = nullptr;   // [d, n_head_kv]; null too where softmax would see the constant
-    ggml_tensor * k_in   = nullptr;   // [d, d, n_head_kv], row j of a head: column j of F~
-    ggml_tensor * q_in   = nullptr;   // [d, d, n_head_kv], row j of a head: column j of B~^T
-    ggml_tensor * v_mean = nullptr;   // [d_v, n_head_kv]
-    uint32_t k_hash = 0, v_hash = 0;  // of the data; 0: not transformed
+    ggml_tensor * mean = nullptr;   // [d, n_head_kv]; null too where softmax would see the constant
+    ggml_tensor * k_in = nullptr;   // [d, d, n_head_kv], row j of a head: column j of F~
+    ggml_tensor * q_in = nullptr;   // [d, d, n_head_kv], row j of a head: column j of B~^T
+    ggml_tensor * bias = nullptr;   // [d, n_head_kv], left out of the keys
+    uint32_t hash = 0;              // of all this, for saved states; 0: keys are stored as they are
 };
 
 struct kvq_transforms {
     std::vector<kvq_layer> layers;    // as the cache's own layers
-    std::string source;               // where the data came from; empty: no data
+    std::string source;               // where calibrated data came from; empty: none
+    std::string bias_stays;           // why the model's key bias is stored with the keys; empty: it is not, or there is none
+    ggml_tensor * trig = nullptr;     // [n_rot, positions], see kvq_key_bias
+    bool interleaved = false;
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
 };
 

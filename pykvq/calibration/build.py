@@ -20,12 +20,12 @@ from pykvq.native import llama_commit
 
 def best_key_bias(statistics: Statistics, model: Path) -> str:
     """The most of "measured", "attn_k.bias" and "none" that this model has in every layer and the cache can return to the logit."""
-    layers = statistics.moments.layers
-    if "measured" in CACHE_KEY_BIAS and all(s.rope for s in layers.values()):
-        return "measured"
-    names = {name for path in splits(model) for name in GgufFile(path).tensors}
-    if "attn_k.bias" in CACHE_KEY_BIAS and all(s.rope and f"blk.{i}.attn_k.bias" in names for i, s in layers.items()):
-        return "attn_k.bias"
+    layers, files = statistics.moments.layers, [GgufFile(path) for path in splits(model)]
+    names = {name for f in files for name in f.tensors}
+    for kind in ("measured", "attn_k.bias"):
+        there = all(s.rope and (kind == "measured" or f"blk.{i}.attn_k.bias" in names) for i, s in layers.items())
+        if there and files[0].get("general.architecture") in CACHE_KEY_BIAS.get(kind, ()):
+            return kind
     return "none"
 
 

@@ -29,13 +29,13 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
     """
     if bool(output) + in_place + sidecar > 1:
         raise click.UsageError("-o, --in-place and --sidecar exclude each other")
-    if key_bias and key_bias not in CACHE_KEY_BIAS:
-        out.warn(f"the cache of this version cannot return a key bias: it will refuse data of --key-bias {key_bias}")
+    from pykvq.gguf_header import read_header
+    header = read_header(model)
+    if key_bias not in (None, "none") and header.architecture not in CACHE_KEY_BIAS.get(key_bias, ()):
+        out.warn(f"the cache of this version does not return that bias for {header.architecture}: it will not use data of --key-bias {key_bias}")
     from pykvq.calibration.embed import check_free_of_keys, embed_in, write_sidecar
     from pykvq.calibration.model_files import fingerprint, sidecar_path, splits
     from pykvq.gguf_file import GgufFile
-    from pykvq.gguf_header import read_header
-    read_header(model)
     target = model if in_place else output or sidecar_path(model)
     splits(model)                                # a later split, or one that is missing, is told now
     if in_place or output:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pykvq import ggml_tensor
+from pykvq.calibration import CACHE_KEY_BIAS
 from pykvq.calibration.build import build
 from pykvq.calibration.key_bias import key_moments, measured_bias
 from pykvq.calibration.moments import SINKS
@@ -93,10 +94,11 @@ def test_a_key_bias_of_the_model_is_removed(tmp_path):
     assert build(stats, path, "measured").layers[0].bias.shape == (1, 64)
 
 
-@pytest.mark.parametrize("cache, bias, chosen", [(("none",), 1.0, "none"), (("none", "attn_k.bias"), 1.0, "attn_k.bias"),
-                                                 (("none", "attn_k.bias"), 0.0, "none"), (("none", "attn_k.bias", "measured"), 1.0, "measured")])
-def test_the_default_is_the_most_that_the_cache_can_return(tmp_path, monkeypatch, cache, bias, chosen):
-    path = small(tmp_path / "m.gguf", "qwen2", heads=2, heads_kv=1, bias=bias)
+@pytest.mark.parametrize("architecture, cache, bias, chosen", [
+    ("qwen2", CACHE_KEY_BIAS, 1.0, "attn_k.bias"), ("qwen2", CACHE_KEY_BIAS, 0.0, "none"), ("llama", CACHE_KEY_BIAS, 1.0, "none"), ("qwen2", {}, 1.0, "none"),
+    ("qwen2", {"attn_k.bias": ["qwen2"], "measured": ["qwen2"]}, 1.0, "measured")])
+def test_the_default_is_the_most_that_the_cache_can_return(tmp_path, monkeypatch, architecture, cache, bias, chosen):
+    path = small(tmp_path / "m.gguf", architecture, heads=2, heads_kv=1, bias=bias)
     stats = calibrate(path, tokens=512, threads=1)
     monkeypatch.setattr("pykvq.calibration.build.CACHE_KEY_BIAS", cache)
     assert build(stats, path).key_bias == chosen

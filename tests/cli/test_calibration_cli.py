@@ -118,7 +118,7 @@ def test_bad_input(run, model, tmp_path):
     (tmp_path / "there.gguf").write_text("precious")
     one_line_error(run("embed-rotations", model, "-o", tmp_path / "there.gguf", *FAST), "--force")
     result = run("embed-rotations", model, "--key-bias", "attn_k.bias", *FAST)
-    assert result.exit_code == 2 and "warning: the cache of this version" in result.stderr and "error: tiny.gguf has no blk.0.attn_k.bias" in result.stderr
+    assert result.exit_code == 2 and "warning: the cache of this version does not return that bias for llama" in result.stderr and "error: tiny.gguf has no blk.0.attn_k.bias" in result.stderr
 
 
 def test_statistics_of_another_model_are_refused(run, smollm2, model, tmp_path):

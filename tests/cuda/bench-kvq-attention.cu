@@ -92,7 +92,7 @@ static void fill_cache(std::vector<uint8_t> & buf, const int store, const int d,
 static kvq_device device_limits() {
     cudaDeviceProp prop;
     CHECK(cudaGetDeviceProperties(&prop, 0));
-    return { prop.multiProcessorCount, prop.sharedMemPerBlockOptin, prop.sharedMemPerMultiprocessor, prop.major >= 9 };
+    return { prop.multiProcessorCount, prop.sharedMemPerBlockOptin, prop.sharedMemPerMultiprocessor, prop.major >= 9, prop.major == 9 };
 }
 
 static void launch(const kvq_launch & l, const kvq_fattn_args & a, cudaStream_t stream) {
@@ -323,9 +323,9 @@ int main(int argc, char ** argv) {
     }
     if (mode == "all" || mode == "check") {
         for (int s : { 2, 3, 4 }) { for (int d : { 128, 64, 256, 80, 96, 112 }) { check(P(d, s, s, 8, 4, 1, 1, 1000)); } }
-        for (int ks : { 2, 3, 4, 8, 16 }) { for (int vs : { 2, 3, 4, 8, 16 }) { if (ks != vs || ks < 5) { check(P(128, ks, vs, 2, 4, 2, 1, 517)); } } }
+        for (int ks : { 2, 3, 4, 8, 16 }) { for (int vs : { 2, 3, 4, 8, 16 }) { if (ks != vs || ks < 5) { check(P(128, ks, vs, 2, 4, 2, 1, 517)); check(P(128, ks, vs, 2, 4, 70, 1, 517)); check(P(64, ks, vs, 3, 3, 200, 2, 1021)); } } }
         for (int gqa : { 1, 2, 3, 5, 6, 7, 8, 12, 16 }) { check(P(128, 3, 3, 2, gqa, 1, 1, 777)); }
-        for (int tok : { 2, 3, 4, 8, 9, 17, 33, 130 }) { for (int s : { 2, 3, 4 }) { check(P(128, s, s, 8, 4, tok, 1, 901)); } }
+        for (int tok : { 2, 3, 4, 8, 9, 17, 33, 130, 300 }) { for (int s : { 2, 3, 4 }) { check(P(128, s, s, 8, 4, tok, 1, 901)); } }
         for (int hkv : { 1, 3, 5, 10 }) { for (int s : { 2, 3, 4 }) { check(P(64, s, s, hkv, 3, 1, 3, 333)); } }
         for (int n : { 1, 7, 31, 64, 65, 127, 4097 }) { check(P(128, 2, 2, 8, 4, 1, 1, n)); check(P(128, 4, 4, 1, 4, 40, 2, n)); }
         for (int n : { 64, 256, 768, 832, 4096, 16384 }) { for (int tok : { 1, 2 }) { for (int s : { 2, 3, 4 }) {

@@ -330,7 +330,7 @@ static void check_all(const bool quick) {
                 continue;
             }
             for (const int d : { 64, 128, 256, 96 }) {
-                for (const int tokens : { 1, 3, 20 }) {
+                for (const int tokens : { 1, 3, 20, 64 }) {
                     check_attention(P(k, v, d, 2, 4, tokens, 1, 333));
                 }
             }
@@ -340,6 +340,14 @@ static void check_all(const bool quick) {
         for (const int d : { 64, 80, 96, 112, 128, 192, 256, 512 }) {
             for (const int tokens : { 1, 2, 8, 40 }) {
                 check_attention(P(s, s, d, 2, 2, tokens, 2, 261));
+            }
+        }
+        // many tiles a block, under a mask that differs between them
+        for (const int tokens : { 1, 20, 130 }) {
+            for (const int d : { 64, 96, 128 }) {
+                check_attention(P(s, s, d, 2, 4, tokens, 1, 6000));
+                check_attention(P(16, s, d, 2, 4, tokens, 1, 6000));
+                check_attention(P(s, 8, d, 2, 4, tokens, 1, 6000));
             }
         }
         for (const int gqa : { 1, 2, 3, 4, 5, 6, 7, 8, 12, 16 }) {

@@ -26,17 +26,24 @@ def cublas_include() -> Path:
     return next(d for d in (toolkit, Path("/usr/local/cuda/include"), *wheels, Path(__file__).parent / "cublas") if (d / "cublas_v2.h").exists())
 
 
-def compile_source(name: str, out: Path, *flags: str) -> None:
-    command = [NVCC, "-std=c++17", "-use_fast_math", "-extended-lambda", "-gencode", "arch=compute_90,code=sm_90", "-I", KERNELS,
+def compile_source(name: str, out: Path, *flags: str, target: str = "90") -> subprocess.CompletedProcess:
+    command = [NVCC, "-std=c++17", "-use_fast_math", "-extended-lambda", "-gencode", f"arch=compute_{target},code=sm_{target}", "-I", KERNELS,
                "-I", ROOT / "ggml_kernels/include", *flags, KERNELS / name, "-o", out]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "warning" not in done.stderr, done.stderr[-4000:]
+    return done
 
 
 @pytest.mark.parametrize("name", ASSEMBLED)
 def test_kernels_assemble(name, tmp_path):
     compile_source(name, tmp_path / "out.o", "-c")
+
+
+def test_warpgroup_kernels_assemble(tmp_path):
+    """ptxas says so on the way when it must run the products of wgmma one after the other; that is no "warning" to it."""
+    done = compile_source("hopper/kvq-hopper.cu", tmp_path / "out.o", "-c", target="90a")
+    assert "serialized" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow

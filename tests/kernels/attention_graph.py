@@ -1,12 +1,14 @@
 """Runs one attention operation of ggml's CPU backend through ctypes, and the same in numpy double precision."""
 import ctypes
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
 
 import numpy as np
 
+from pykvq.ggml_tensor import Tensor
 from pykvq.native import library
 
-F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
+F32, F16, Q4_0, Q8_0, I32 = 0, 1, 2, 8, 26
 GROUP_OF_FLOAT_TYPES = {F32: np.float32, F16: np.float16}
 
 
@@ -80,12 +82,12 @@ class Ggml:
             dequantise(data[i].ctypes.data, out[i].ctypes.data, k)
         return out
 
-    def run_attention(self, q, k, v, k_type, v_type, mask=None, sinks=None, max_bias=0.0, softcap=0.0, threads=1, use_ref=False):
-        """q [tokens, heads, dk] float32; k, v uint8 [kv heads, n_kv, row bytes]; mask [tokens, n_kv]. Gives [tokens, heads, dv]."""
+    def run_attention(self, q, k, v, k_type, v_type, mask=None, sinks=None, max_bias=0.0, softcap=0.0, key_bias=None, threads=1, use_ref=False):
+        """q [tokens, heads, dk] float32; k, v uint8 [kv heads, n_kv, row bytes]; mask [tokens, n_kv]; a KeyBias. Gives [tokens, heads, dv]."""
         tokens, heads, dk = q.shape
         kv_heads, n_kv = k.shape[:2]
         dv = v.shape[2]*self.traits(v_type).contents.blck_size//self.traits(v_type).contents.type_size
-        size = 64 + (1 << 20) + 2*(q.nbytes + k.nbytes + v.nbytes + tokens*n_kv*2 + tokens*heads*dv*4)
+        size = 64 + (1 << 20) + (1 << 20) + 2*(2*q.nbytes + k.nbytes + v.nbytes + tokens*n_kv*2 + tokens*heads*dv*4)
         ctx = self.init(InitParams(size, None, False))
         try:
             def tensor(ggml_type, shape, array):
@@ -100,6 +102,15 @@ class Ggml:
             out = self.attention(ctx, tq, tk, tv, tm, dk**-0.5, max_bias, softcap)
             if sinks is not None:
                 self.add_sinks(out, tensor(F32, (heads, 1, 1, 1), sinks.astype(np.float32)))
+            if key_bias is not None:
+                node = ctypes.cast(out, ctypes.POINTER(Tensor)).contents
+                table, position = key_bias.table(), key_bias.position.astype(np.int32)
+                sources = (self.permute(ctx, tensor(F32, (dk, heads, tokens, 1), key_bias.q), 0, 2, 1, 3),
+                           tensor(F32, (dk, kv_heads, 1, 1), key_bias.b), tensor(F32, (table.shape[1], len(table), 1, 1), table),
+                           tensor(I32, (n_kv, 1, 1, 1), position))
+                for i, source in enumerate(sources, 5):
+                    node.src[i] = ctypes.cast(source, ctypes.POINTER(Tensor))
+                node.op_params[8] = key_bias.interleaved
             graph = self.new_graph(ctx)
             self.expand(graph, out)
             plan = self.plan(graph, threads, None)
@@ -114,12 +125,44 @@ class Ggml:
             self.free(ctx)
 
 
-def attention_in_double(q, k, v, mask=None, sinks=None, max_bias=0.0, softcap=0.0):
+@dataclass
+class KeyBias:
+    """A bias b [kv heads, d] that stored keys lack, met by queries q [tokens, heads, d]; n_rot values of a head turn with the position."""
+    q: np.ndarray
+    b: np.ndarray
+    position: np.ndarray
+    n_rot: int
+    interleaved: bool = False
+    steps: int = 64
+
+    def angles(self, position):
+        return np.multiply.outer(position, 10000.0**(-np.arange(self.n_rot//2)/(self.n_rot//2)))
+
+    def table(self):
+        """Cosines and sines of positions 0..255 and of the multiples of 256; float32 [256 + steps, n_rot]."""
+        a = self.angles(np.concatenate([np.arange(256), 256*np.arange(self.steps)]))
+        return np.concatenate([np.cos(a), np.sin(a)], axis=1).astype(np.float32)
+
+    def turned(self):
+        """R(j) b of every token, without the values that do not turn; float64 [kv heads, n_kv, d]."""
+        i = np.arange(self.n_rot//2)
+        x, y = (2*i, 2*i + 1) if self.interleaved else (i, i + self.n_rot//2)
+        a, b = self.angles(self.position), self.b.astype(np.float64)[:, None, :]
+        out = np.zeros((len(self.b), len(self.position), self.b.shape[1]))
+        out[..., x] = b[..., x]*np.cos(a) - b[..., y]*np.sin(a)
+        out[..., y] = b[..., x]*np.sin(a) + b[..., y]*np.cos(a)
+        return out
+
+
+def attention_in_double(q, k, v, mask=None, sinks=None, max_bias=0.0, softcap=0.0, key_bias=None):
     """q [tokens, heads, dk]; k [kv heads, n_kv, dk]; v [kv heads, n_kv, dv]; mask [tokens, n_kv]; sinks [heads]."""
     heads = q.shape[1]
     group = heads//k.shape[0]
     k, v = (np.repeat(x.astype(np.float64), group, axis=0) for x in (k, v))
-    logit = np.einsum("thd,hkd->thk", q.astype(np.float64), k)*q.shape[2]**-0.5
+    logit = np.einsum("thd,hkd->thk", q.astype(np.float64), k)
+    if key_bias is not None:
+        logit += np.einsum("thd,hkd->thk", key_bias.q.astype(np.float64), np.repeat(key_bias.turned(), group, axis=0))
+    logit *= q.shape[2]**-0.5
     if softcap:
         logit = softcap*np.tanh(logit/softcap)
     if mask is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attention_graph import F16, F32, Q4_0, Q8_0, Ggml, attention_in_double
+from attention_graph import F16, F32, Q4_0, Q8_0, Ggml, KeyBias, attention_in_double
 from pykvq.codecs import oscar2, turbo
 from pykvq.formats import ACTIVATION_IDS, BLOCKS, FAMILIES, TIERED, TYPES
 from pykvq.native import library_dir
@@ -98,7 +98,7 @@ def make_mask(kind, tokens, n_kv):
     return np.where(seen, -0.01*np.abs(position - t), -np.inf)
 
 
-def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv=577, mask=None, sinks=False, max_bias=0.0, softcap=0.0, threads=2):
+def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv=577, mask=None, sinks=False, max_bias=0.0, softcap=0.0, key_bias=None, threads=2):
     dv = dv or dk
     (k_type, k_block), (v_type, _) = type_for(k_name, dk), type_for(v_name, dv)
     rng = np.random.default_rng([dk, group, tokens, n_kv])
@@ -107,7 +107,12 @@ def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv
     v = ggml.quantise(v_type, rng.standard_normal((kv_heads, n_kv, dv)).astype(np.float32))
     m = None if mask is None else make_mask(mask, tokens, n_kv)
     s = rng.standard_normal(kv_heads*group) if sinks else None
-    options = dict(mask=m, sinks=s, max_bias=max_bias, softcap=softcap)
+    bias = None
+    if key_bias is not None:
+        n_rot, interleaved = key_bias
+        bias = KeyBias(rng.standard_normal(q.shape).astype(np.float32), 3*rng.standard_normal((kv_heads, dk)).astype(np.float32),
+                       rng.permutation(16000)[:n_kv], n_rot, interleaved)
+    options = dict(mask=m, sinks=s, max_bias=max_bias, softcap=softcap, key_bias=bias)
 
     def double(query):
         return attention_in_double(query, ggml.dequantise(k_type, k, dk), ggml.dequantise(v_type, v, dv), **options)
@@ -163,6 +168,13 @@ def test_attention_lengths_and_threads(ggml, n_kv, threads):
 @pytest.mark.parametrize("k, v", (("turbo3", "turbo3"), ("oscar2", "turbo2"), ("turbo2", "q8_0"), ("f16", "turbo4")))
 def test_attention_options(ggml, k, v, options):
     check(ggml, k, v, 64, group=5, tokens=7, n_kv=300, **options)
+
+
+@pytest.mark.parametrize("tokens, group", ((1, 1), (1, 7), (3, 2), (40, 4)))
+@pytest.mark.parametrize("rotated, interleaved", ((64, False), (64, True), (24, False), (24, True)))
+def test_attention_with_a_key_bias_left_out(ggml, rotated, interleaved, tokens, group):
+    for k, v in (("turbo3", "turbo3"), ("turbo4", "f16")):
+        check(ggml, k, v, 64, group=group, tokens=tokens, n_kv=300, mask="window", key_bias=(rotated, interleaved))
 
 
 def test_a_token_alone_has_the_same_bits_as_in_a_batch(ggml):

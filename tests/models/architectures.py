@@ -14,7 +14,7 @@ WIDTH, HIDDEN, CONTEXT = 128, 256, 2048
 class _Writer:
     """A GGUF in the making: metadata by GGUFWriter, tensors drawn from one seeded generator."""
 
-    def __init__(self, path: Path, architecture: str, layers: int, heads: int, heads_kv: int | list[int]):
+    def __init__(self, path: Path, architecture: str, layers: int, heads: int, heads_kv: int | list[int], tied: bool = False):
         from gguf import GGUFWriter
         self.path, self.rng = path, np.random.default_rng(0)
         self.gguf = w = GGUFWriter(str(path), architecture)
@@ -28,7 +28,8 @@ class _Writer:
         w.add_layer_norm_rms_eps(1e-5)
         self._bytes()
         self.weight("token_embd", self.vocabulary, WIDTH, gain=np.sqrt(WIDTH))
-        self.weight("output", self.vocabulary, WIDTH, gain=4)
+        if not tied:
+            self.weight("output", self.vocabulary, WIDTH, gain=4)
 
     def _bytes(self) -> None:
         """A SentencePiece vocabulary of three control tokens and the 256 bytes."""
@@ -86,6 +87,24 @@ def sliding_window(path: Path, window: int = 64) -> Path:
         w.attention(f"blk.{i}.attn", 2, 1, 64)
         w.norm(f"blk.{i}.attn_q_norm", 64, 1.5)
         w.norm(f"blk.{i}.attn_k_norm", 64, 1.5)
+        w.norm(f"blk.{i}.post_attention_norm")
+        w.feed_forward(f"blk.{i}")
+        w.norm(f"blk.{i}.post_ffw_norm")
+    return w.close()
+
+
+def soft_capped(path: Path, cap: float = 4.0) -> Path:
+    """Gemma 2: logits through cap * tanh(x / cap), which sees a shift that softmax would not; every other layer has a window."""
+    w = _Writer(path, "gemma2", layers=2, heads=2, heads_kv=1, tied=True)
+    w.gguf.add_key_length(64)
+    w.gguf.add_value_length(64)
+    w.gguf.add_sliding_window(64)
+    w.gguf.add_attn_logit_softcapping(cap)
+    w.gguf.add_final_logit_softcapping(30.0)
+    w.norm("output_norm")
+    for i in range(2):
+        w.norm(f"blk.{i}.attn_norm")
+        w.attention(f"blk.{i}.attn", 2, 1, 64)
         w.norm(f"blk.{i}.post_attention_norm")
         w.feed_forward(f"blk.{i}")
         w.norm(f"blk.{i}.post_ffw_norm")

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+from architectures import hybrid, sliding_window, soft_capped
 from calibrated import metadata, random_layers, write_sidecar
 from pykvq.engine import Context, Model, quiet_log
 
@@ -68,12 +69,22 @@ def test_group_ratios(calibrated, floats, heads, heads_kv):
     assert relative(*both(calibrated(64, heads, heads_kv), prefill_and_decode)) < EXACT
 
 
+@pytest.mark.parametrize("make, layers", [(sliding_window, range(6)), (hybrid, (1, 3)), (lambda path: hybrid(path, window=32), (1, 3)),
+                                          (soft_capped, range(2))], ids=["window", "hybrid", "hybrid window", "soft cap"])
+def test_other_caches(tmp_path, floats, make, layers):
+    floats("turbo3")
+    quiet_log()
+    path = make(tmp_path / "model.gguf")
+    write_sidecar(path, metadata(path, random_layers(layers, 1, 64)))
+    assert relative(*both(path, prefill_and_decode, swa_full=False)) < EXACT
+
+
 def test_without_flash_attention(calibrated, floats):
     floats("turbo3")
     assert relative(*both(calibrated(), prefill_and_decode, flash=False)) < EXACT
 
 
-@pytest.mark.parametrize("kv_type", ["turbo4", "turbo3", ("turbo4", "f16"), ("f16", "turbo4")])
+@pytest.mark.parametrize("kv_type", ["turbo4", "turbo3", ("turbo4", "f16")])
 def test_quantised_caches_are_as_near_as_without(calibrated, kv_type):
     """A rotation and small means gain nothing and lose little."""
     path = calibrated(spread=1)
@@ -220,7 +231,8 @@ BAD = {
     "no fingerprint": (lambda k: k.update({"kvq.fingerprint": None}), "kvq.fingerprint", "missing"),
     "shape": (lambda k: k.update({"kvq.blk.1.k.basis": k["kvq.blk.1.k.mean"]}), "kvq.blk.1.k.basis", "16384 expected"),
     "truncated": (lambda k: k.update({"kvq.blk.0.k.basis": k["kvq.blk.0.k.basis"][:-3]}), "kvq.blk.0.k.basis", "cut off"),
-    "no base64": (lambda k: k.update({"kvq.blk.0.v.mean": "!" + k["kvq.blk.0.v.mean"][1:]}), "kvq.blk.0.v.mean", "base64"),
+    "no base64": (lambda k: k.update({"kvq.blk.0.k.mean": "!" + k["kvq.blk.0.k.mean"][1:]}), "kvq.blk.0.k.mean", "base64"),
+    "key bias": (lambda k: k.update({"kvq.key_bias": "measured"}), "kvq.key_bias", "cannot remove"),
     "not a number": (changed("kvq.blk.1.k.mean", lambda raw: fill(raw, b"\x00\x7e")), "kvq.blk.1.k.mean", "not finite"),
     "singular": (changed("kvq.blk.1.k.basis", lambda raw: fill(raw, b"\x00\x3c")), "kvq.blk.1.k.basis", "no inverse"),
     "no spectrum": (lambda k: k.update({"kvq.blk.0.k.lambda": None}), "kvq.blk.0.k.lambda", "missing"),

@@ -9,8 +9,11 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import architectures
 import pytest
 from openai import OpenAI
+
+from pykvq.launch import executable
 
 PROMPTS = ["Name the capital of France.", "Count from one to five.", "What is the opposite of hot?", "Name a fruit that is yellow."]
 
@@ -109,14 +112,14 @@ def test_saved_slot_is_reused_after_restore(server):
 
 
 def test_slot_of_another_type_is_refused(server, start, tmp_path):
-    other = start("--cache-type-k", "turbo4", "--cache-type-v", "turbo4", "--parallel", "1", "--ctx-size", "1024", "--slot-save-path", f"{tmp_path}/")
+    other = start("--cache-type-k", "turbo4", "--cache-type-v", "turbo4", "--parallel", "4", "--ctx-size", "4096", "--slot-save-path", f"{tmp_path}/")
     completion(other, 0, "Some prompt to fill the slot with.")
     other.request("POST", "/slots/0?action=save", {"filename": "other.bin"})
     folder = server.process.args[server.process.args.index("--slot-save-path") + 1]
     (tmp_path / "other.bin").rename(f"{folder}other.bin")
     with pytest.raises(urllib.error.HTTPError) as error:
         server.request("POST", "/slots/1?action=restore", {"filename": "other.bin"})
-    assert error.value.code == 400
+    assert error.value.code == 400 and "mismatched key type" in error.value.read().decode()
     assert "Paris" in ask(server.client(), PROMPTS[0])       # the server goes on
 
 
@@ -128,9 +131,29 @@ def test_truncated_slot_file_is_refused(server):
     (folder / "half.bin").write_bytes(whole[:len(whole) // 2])
     with pytest.raises(urllib.error.HTTPError) as error:
         server.request("POST", "/slots/1?action=restore", {"filename": "half.bin"})
-    assert error.value.code == 400
+    assert error.value.code == 400 and json.load(error.value)["error"]["message"].split("slot save file: ")[1]
     assert server.request("POST", "/slots/1?action=restore", {"filename": "whole.bin"})["n_restored"] > 40
     assert "Paris" in ask(server.client(), PROMPTS[0])       # the server goes on
+
+
+@pytest.mark.parametrize("action", ["save", "restore", "erase"])
+def test_slot_that_does_not_exist_is_refused(server, action):
+    completion(server, 3, "Something that slot 7 must not overwrite.")
+    server.request("POST", "/slots/3?action=save", {"filename": "three.bin"})
+    folder = Path(server.process.args[server.process.args.index("--slot-save-path") + 1])
+    before = (folder / "three.bin").read_bytes()
+    completion(server, 3, "Now it holds another prompt.")
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.request("POST", f"/slots/7?action={action}", {"filename": "three.bin"})
+    assert error.value.code == 400 and "Invalid slot ID" in error.value.read().decode()
+    assert (folder / "three.bin").read_bytes() == before
+
+
+def test_batch_smaller_than_the_number_of_slots(start, server):
+    small = start("--cache-type-k", "turbo3", "--cache-type-v", "turbo3", "--parallel", "4", "--ctx-size", "2048", "--batch-size", "1", "--ubatch-size", "1")
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda p: completion(small, -1, p)["content"], ["The capital of France is"] * 4))
+    assert len(set(answers)) == 1 and "Paris" in answers[0]
 
 
 def test_draft_model_with_its_own_cache_type_changes_nothing(server, start, smollm2):
@@ -159,3 +182,29 @@ def test_the_server_itself_refuses_an_unknown_type(program, smollm2):
     result = subprocess.run([program("llama-server"), "--model", smollm2, "--cache-type-k", "turbo5"], capture_output=True, text=True, timeout=60)
     assert result.returncode > 0                 # negative would be a signal: a crash
     assert "turbo5" in result.stderr
+
+
+# ---- models that keep their cache in other ways
+
+@pytest.mark.parametrize("build", [architectures.hybrid, architectures.sliding_window, architectures.latent, architectures.encoder_decoder])
+def test_other_architectures(program, tmp_path, build):
+    model, values = build(tmp_path / "tiny.gguf"), "f16" if build is architectures.encoder_decoder else "turbo3"
+    types = ("--cache-type-k", "turbo3", "--cache-type-v", values)
+    server = Server(program("llama-server"), model, tmp_path / "log", *types, "--parallel", "2", "--ctx-size", "512")
+    try:
+        assert all(completion(server, slot, "Once upon a time")["tokens_predicted"] > 0 for slot in (0, 1))
+    finally:
+        server.stop()
+    once = subprocess.run([program("llama-cli"), "-m", model, *types, "-p", "Once upon a time", "-n", "8", "-st", "-t", "2", "--simple-io"],
+                          stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    assert once.returncode == 0, once.stderr[-2000:]
+
+
+@pytest.mark.parametrize("build, words", [(architectures.encoder_decoder, "position bias rules out flash attention"),
+                                          (lambda path: architectures.latent(path, 256, rope=32), "divides head size 288 and its first 256 values")])
+def test_the_server_itself_refuses_what_would_abort(tmp_path, build, words):
+    """The executable behind the command, which nobody has checked the arguments for."""
+    result = subprocess.run([executable("llama-server"), "-m", build(tmp_path / "tiny.gguf"), "-ctk", "turbo3", "-ctv", "turbo3", "--port", "0"],
+                            capture_output=True, text=True, timeout=120)
+    assert result.returncode > 0                 # negative would be a signal: a crash
+    assert words in result.stderr + result.stdout

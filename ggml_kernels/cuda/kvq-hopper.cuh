@@ -1,0 +1,464 @@
+// The prefill kernel of compute capability 9.0: warpgroup products (wgmma) on tiles that a warpgroup of their own dequantises.
+//
+// Warpgroups 0 and 1 copy compressed rows of K and V and write them as f16 tiles into a ring; warpgroups 2 and 3 take 64
+// query rows each, keep queries and outputs in registers, and overlap the products of one tile with the softmax of the next.
+// Compile for sm_90a: other targets get an empty kernel.
+#pragma once
+
+#include "kvq-prefill.cuh"
+
+template <int D_, int N_, int STAGES_> struct kvq_hopper_shape {
+    static constexpr int D = D_, N = N_;             // head size of K and V, values per block of our types
+    static constexpr int STAGES = STAGES_;           // tiles of K and V in the ring
+    static constexpr int TILE = 64;                  // tokens
+    static constexpr int ROWS = 128;                 // query rows of a block
+    static constexpr int PANELS = D/64;              // a tile's row is cut into 128 bytes
+    static constexpr int PANEL_BYTES = TILE*128;
+    static constexpr int TILE_BYTES = PANELS*PANEL_BYTES;
+    static constexpr int SQ = D + 8;                 // row stride of the queries in halves
+    static constexpr int fixed_bytes = 2*STAGES*TILE_BYTES + 2*ROWS*SQ + 16*STAGES + 1024;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define KVQ_WGMMA
+
+static __device__ __forceinline__ void kvq_wgmma_fence()  { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+static __device__ __forceinline__ void kvq_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> static __device__ __forceinline__ void kvq_wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
+// the compiler must not move uses of the registers across this point
+template <int N> static __device__ __forceinline__ void kvq_wgmma_hold(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        asm volatile("" : "+f"(x[i]) :: "memory");
+    }
+}
+
+// Matrix in shared memory with 128-byte rows, swizzled. rows: bytes from one group of 8 rows to the next; panels: bytes
+// from one run of 64 columns to the next (read for transposed operands alone).
+static __device__ __forceinline__ uint64_t kvq_wgmma_matrix(const uint32_t address, const uint32_t rows, const uint32_t panels) {
+    return uint64_t((address & 0x3FFFF) >> 4) | (uint64_t(panels >> 4) << 16) | (uint64_t(rows >> 4) << 32) | (uint64_t(1) << 62);
+}
+
+#define KVQ_F8(x, i)  "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
+// d = a b, or d += a b: 64 rows, 64 columns, 16 deep; a in registers
+template <bool TRANS> static __device__ __forceinline__ void kvq_wgmma(float (&d)[32], const uint32_t (&a)[4], const uint64_t b, const int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
+        : KVQ_F8(d, 0), KVQ_F8(d, 8), KVQ_F8(d, 16), KVQ_F8(d, 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS ? 1 : 0));
+}
+// the same with 128 columns
+template <bool TRANS> static __device__ __forceinline__ void kvq_wgmma(float (&d)[64], const uint32_t (&a)[4], const uint64_t b, const int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
+        : KVQ_F8(d, 0), KVQ_F8(d, 8), KVQ_F8(d, 16), KVQ_F8(d, 24), KVQ_F8(d, 32), KVQ_F8(d, 40), KVQ_F8(d, 48), KVQ_F8(d, 56)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS ? 1 : 0));
+}
+#undef KVQ_F8
+
+static __device__ __forceinline__ void kvq_barrier_init(const uint32_t barrier, const int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+static __device__ __forceinline__ void kvq_barrier_arrive(const uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+// the threads of producer warpgroup 0 or 1
+static __device__ __forceinline__ void kvq_producers_sync(const int group) {
+    if (group == 0) {
+        asm volatile("bar.sync 1, 128;" ::: "memory");
+    } else {
+        asm volatile("bar.sync 2, 128;" ::: "memory");
+    }
+}
+#endif // sm_90a
+
+#ifdef KVQ_AMPERE
+// Where coordinate i of a head stands in a tile's row, and back: unpacking writes the 8 values of a chunk in the order in
+// which they come out of a unit (of two units for 4-bit codes). Products do not care, as long as both operands agree.
+template <int N> static __device__ __forceinline__ int kvq_tile_position(const int store, const int coordinate) {
+    const int b = coordinate/N*N, i = coordinate - b;
+    if (store == KVQ_STORE_TURBO4) {
+        const int h = i/(N/2), r = i % (N/2);
+        return b + r/4*8 + ((r/2) & 1)*4 + h*2 + (r & 1);
+    }
+    if (store <= KVQ_STORE_TURBO3) {
+        const int k = i/(N/4), r = i % (N/4);
+        return b + r/2*8 + k*2 + (r & 1);
+    }
+    return coordinate;
+}
+// coordinate of the even position 8j + 2t
+template <int N> static __device__ __forceinline__ int kvq_tile_coordinate(const int store, const int j, const int t) {
+    const int b = j*8/N*N, v = j - b/8;
+    return store == KVQ_STORE_TURBO4 ? b + (t & 1)*(N/2) + v*4 + (t >> 1)*2 : store <= KVQ_STORE_TURBO3 ? b + t*(N/4) + v*2 : 8*j + 2*t;
+}
+
+// Chunk u (8 positions) of one token's row as four pairs of halves; block: the token's quantisation block.
+template <int BITS, int N> static __device__ __forceinline__ uint4 kvq_turbo_chunk(const kvq_tables<BITS, 128> & table, const char * block, const int u, const __half2 d) {
+    __half2 w[4];
+    if constexpr (BITS == 4) {
+        const uint32_t r0 = table.one(kvq_ld16(block + 4*u)), r1 = table.one(kvq_ld16(block + 4*u + 2));
+        w[0] = kvq_two_levels<0x4240>(r0, d);
+        w[1] = kvq_two_levels<0x4341>(r0, d);
+        w[2] = kvq_two_levels<0x4240>(r1, d);
+        w[3] = kvq_two_levels<0x4341>(r1, d);
+    } else {
+        uint32_t r0, r1;
+        kvq_unit_pair(table, kvq_ld16(block + 2*u), BITS == 3 ? kvq_hi16<N>(block, u) : 0u, r0, r1);
+        w[0] = kvq_two_levels<0x4240>(r0, d);
+        w[1] = kvq_two_levels<0x4240>(r1, d);
+        w[2] = kvq_two_levels<0x4341>(r0, d);
+        w[3] = kvq_two_levels<0x4341>(r1, d);
+    }
+    return *(const uint4 *) w;
+}
+
+// Dequantises a tile into swizzled panels. A warp takes 8 tokens at once, 4 lanes each: reads and writes meet no bank twice.
+template <int BITS, typename S> static __device__ __forceinline__ void kvq_fill_turbo(
+        const char * raw, const int stride, const int shift0, const int shift1, char * tile, const int warp, const int lane) {
+    using B = kvq_block<BITS, S::N>;
+    constexpr int CHUNKS = S::N/8;
+    const int q = lane >> 3, tk = lane & 7;
+    const kvq_tables<BITS, 128> table;
+#pragma unroll
+    for (int pass = 0; pass < S::TILE/32; ++pass) {
+        const int tok = (pass*4 + warp)*8 + tk;
+        const char * row = raw + tok*stride + ((tok & 1) ? shift1 : shift0);
+#pragma unroll
+        for (int b = 0; b < S::D/S::N; ++b) {
+            const char * block = row + b*B::bytes;
+            const __half2 d = __float2half2_rn(kvq_ld_half(block + B::scale_off)*0.03125f);
+#pragma unroll
+            for (int i = 0; i < CHUNKS/4; ++i) {
+                const int u = q + 4*i, c = b*CHUNKS + u;
+                *(uint4 *) (tile + (c/8)*S::PANEL_BYTES + tok*128 + ((c ^ tk) & 7)*16) = kvq_turbo_chunk<BITS, S::N>(table, block, u, d);
+            }
+        }
+    }
+}
+
+template <typename S> static __device__ __forceinline__ void kvq_fill_tile(
+        const int store, const char * raw, const int stride, const int shift0, const int shift1, char * tile, const int warp, const int lane) {
+    if (store == KVQ_STORE_TURBO2) {
+        kvq_fill_turbo<2, S>(raw, stride, shift0, shift1, tile, warp, lane);
+    } else if (store == KVQ_STORE_TURBO3) {
+        kvq_fill_turbo<3, S>(raw, stride, shift0, shift1, tile, warp, lane);
+    } else if (store == KVQ_STORE_TURBO4) {
+        kvq_fill_turbo<4, S>(raw, stride, shift0, shift1, tile, warp, lane);
+    } else {
+#pragma unroll 4
+        for (int i = warp*32 + lane; i < S::TILE*S::D/8; i += 128) {
+            const int tok = i/(S::D/8), c = i % (S::D/8);
+            const char * row = raw + tok*stride + ((tok & 1) ? shift1 : shift0);
+            uint4 w;
+            if (store == KVQ_STORE_F16) {
+                const char * at = row + 16*c;
+                if (((uintptr_t) at & 15) == 0) {
+                    w = *(const uint4 *) at;
+                } else {
+                    auto two = [&](const int k) { return kvq_ld16(at + 4*k) | (kvq_ld16(at + 4*k + 2) << 16); };
+                    w = make_uint4(two(0), two(1), two(2), two(3));
+                }
+            } else {
+                const char * block = row + (c/4)*34, * at = block + 2 + 8*(c % 4);
+                const __half2 d = __float2half2_rn(kvq_ld_half(block));
+                const uint32_t x = (kvq_ld16(at    ) | (kvq_ld16(at + 2) << 16)) ^ 0x80808080u;
+                const uint32_t y = (kvq_ld16(at + 4) | (kvq_ld16(at + 6) << 16)) ^ 0x80808080u;
+                const __half2 h[4] = { kvq_two_levels<0x4140>(x, d), kvq_two_levels<0x4342>(x, d), kvq_two_levels<0x4140>(y, d), kvq_two_levels<0x4342>(y, d) };
+                w = *(const uint4 *) h;
+            }
+            *(uint4 *) (tile + (c/8)*S::PANEL_BYTES + tok*128 + ((c ^ tok) & 7)*16) = w;
+        }
+    }
+}
+#endif // KVQ_AMPERE
+
+template <typename S>
+static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constant__ kvq_fattn_args a) {
+#ifdef KVQ_WGMMA
+    constexpr int T = S::TILE, KS = S::D/16, NT = T/8, OUT = S::D/2;
+    const int lane = threadIdx.x & 31, warp = threadIdx.y, group = warp/4, g = lane >> 2, t = lane & 3;
+    const int head_kv = blockIdx.y;
+    const int seq = blockIdx.z/a.n_split, split = blockIdx.z % a.n_split;
+    const int n_rows = a.gqa*a.n_tok;
+    const int n_tiles = (a.n_kv + T - 1)/T;
+    const int tile0 = int(int64_t(split)*n_tiles/a.n_split), tile1 = int(int64_t(split + 1)*n_tiles/a.n_split);
+
+    extern __shared__ __align__(16) char smem_any[];
+    char * smem = smem_any + ((1024 - (kvq_shared(smem_any) & 1023)) & 1023);     // swizzled panels start at multiples of 1024
+    char * ring = smem;                                                    // [STAGES][K tile, V tile]
+    __half * sq = (__half *) (ring + 2*S::STAGES*S::TILE_BYTES);           // [ROWS][SQ]
+    const uint32_t full_s = kvq_shared(sq + S::ROWS*S::SQ), empty_s = full_s + 8*S::STAGES;
+    char * raw = (char *) (sq + S::ROWS*S::SQ) + 16*S::STAGES;             // [2][K window], [2][V window]
+    if (warp == 0 && lane < S::STAGES) {
+        kvq_barrier_init(full_s + 8*lane, 256);        // every thread of the producers
+        kvq_barrier_init(empty_s + 8*lane, 8);         // every warp of the consumers
+    }
+    kvq_bulk_fence();
+    __syncthreads();
+    kvq_pdl_wait();
+    kvq_pdl_launch();
+
+    if (group < 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+        const kvq_operand & op = group == 0 ? a.k : a.v;
+        const int in_group = warp & 3, tid = in_group*32 + lane, bytes = T*op.stride;
+        const char * my_raw = raw + (group == 0 ? 0 : 2*T*a.k.stride);
+        const uint32_t raw_s = kvq_shared(my_raw);
+        const char * first = op.data + seq*op.nb3 + head_kv*op.nb2;
+        const int shift0 = int((uintptr_t) first & (op.gran - 1)), shift1 = (shift0 + int(op.nb1 & 3)) & (op.gran - 1);
+        const kvq_copier copier(op.chunks, op.nb1, op.stride, tid, 128);
+        const bool fast = op.gran == 16 && kvq_copier::possible(T, op.chunks, op.nb1);
+        const char * aligned = (const char *) ((uintptr_t) first & ~uintptr_t(15));
+        auto fetch = [&](const int tile) {
+            if (tile < tile1) {
+                const uint32_t at = raw_s + uint32_t((tile - tile0) & 1)*bytes;
+                if (fast) {
+                    copier.copy(at, aligned + int64_t(tile)*T*op.nb1, T, a.n_kv - tile*T);
+                } else {
+                    kvq_copy_window(op, first, at, tile*T, T, a.n_kv, tid, 128);
+                }
+            }
+            kvq_cp_commit();
+        };
+        fetch(tile0);
+        fetch(tile0 + 1);
+        for (int tile = tile0; tile < tile1; ++tile) {
+            const int i = tile - tile0, slot = i % S::STAGES;
+            if (i >= S::STAGES) {
+                kvq_bulk_wait(empty_s + 8*slot, (i/S::STAGES - 1) & 1);
+            }
+            kvq_cp_wait<1>();
+            kvq_producers_sync(group);
+            kvq_fill_tile<S>(op.store, my_raw + (i & 1)*bytes, op.stride, shift0, shift1, ring + (slot*2 + group)*S::TILE_BYTES, in_group, lane);
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            kvq_barrier_arrive(full_s + 8*slot);
+            kvq_producers_sync(group);          // the raw rows are read: their place is free
+            fetch(tile + 2);
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+    const int row0 = blockIdx.x*S::ROWS + (warp - 8)*16;
+    // this warp's query rows, rotated when K is, times the logit scale
+    const float logit_scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E)*kvq_tile_factor(a.k.store);
+    __half * my_q = sq + (warp - 8)*16*S::SQ;
+    for (int r = 0; r < 16; ++r) {
+        const int row = row0 + r;
+        const int tok = row < n_rows ? row/a.gqa : 0, head = head_kv*a.gqa + (row < n_rows ? row % a.gqa : 0);
+        const float * q = (const float *) (a.q + seq*a.nbq3 + tok*a.nbq1 + head*a.nbq2);
+#pragma unroll
+        for (int b = 0; b < S::D/S::N; ++b) {
+            constexpr int R = kvq_hadamard<S::N>::regs;
+            float x[R];
+            float factor = logit_scale;
+#pragma unroll
+            for (int j = 0; j < R; ++j) {
+                x[j] = row < n_rows ? q[b*S::N + j*32 + lane] : 0.0f;
+            }
+            if (a.k.store <= KVQ_STORE_TURBO4) {
+                kvq_apply_signs<S::N>(x, lane);
+                kvq_hadamard_warp<S::N, false>(x, nullptr, lane);
+                factor *= rsqrtf(float(S::N));
+            }
+#pragma unroll
+            for (int j = 0; j < R; ++j) {
+                my_q[r*S::SQ + kvq_tile_position<S::N>(a.k.store, b*S::N + j*32 + lane)] = __float2half_rn(x[j]*factor);
+            }
+        }
+    }
+    __syncwarp();
+    uint32_t qa[KS][4];
+#pragma unroll
+    for (int s = 0; s < KS; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            qa[s][i] = *(const uint32_t *) (my_q + (g + 8*(i & 1))*S::SQ + 16*s + 8*(i >> 1) + 2*t);
+        }
+    }
+
+    // this thread's rows g and g + 8 of the warp's 16
+    const char * mask_row[2];
+    float slope[2], m[2], l[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = row0 + g + 8*i < n_rows ? row0 + g + 8*i : n_rows - 1;
+        mask_row[i] = a.mask ? a.mask + (seq % a.nem3)*a.nbm3 + (row/a.gqa)*a.nbm1 : nullptr;
+        slope[i] = kvq_slope(a, head_kv*a.gqa + row % a.gqa)*KVQ_LOG2E;
+        m[i] = KVQ_NO_MAX;
+        l[i] = 0.0f;
+    }
+    float o[OUT], p[32];
+    uint32_t pa[T/16][4];
+#pragma unroll
+    for (int i = 0; i < OUT; ++i) {
+        o[i] = 0.0f;
+    }
+
+    auto logits = [&](const int slot) {
+        const uint32_t k_tile = kvq_shared(ring + slot*2*S::TILE_BYTES);
+#pragma unroll
+        for (int s = 0; s < KS; ++s) {
+            kvq_wgmma<false>(p, qa[s], kvq_wgmma_matrix(k_tile + s/4*S::PANEL_BYTES + s % 4*32, 1024, 16), s > 0);
+        }
+        kvq_wgmma_commit();
+    };
+    auto outputs = [&](const int slot) {
+        const uint32_t v_tile = kvq_shared(ring + slot*2*S::TILE_BYTES + S::TILE_BYTES);
+#pragma unroll
+        for (int s = 0; s < T/16; ++s) {
+            kvq_wgmma<true>(o, pa[s], kvq_wgmma_matrix(v_tile + s*2048, 1024, S::PANEL_BYTES), 1);
+        }
+        kvq_wgmma_commit();
+    };
+    // mask of a tile, two tokens a word
+    uint32_t mk[2][NT];
+    auto load_mask = [&](const int tile) {
+        const int token = tile*T + 2*t;
+        const bool whole = (tile + 1)*T <= a.n_kv && (a.nbm1 & 3) == 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+                const int c = token + 8*j;
+                if (whole) {
+                    mk[i][j] = a.mask ? *(const uint32_t *) (mask_row[i] + 2*c) : 0u;
+                } else {
+                    const uint32_t lo = c     >= a.n_kv ? 0xFC00u : a.mask ? kvq_ld16(mask_row[i] + 2*c)     : 0u;
+                    const uint32_t hi = c + 1 >= a.n_kv ? 0xFC00u : a.mask ? kvq_ld16(mask_row[i] + 2*c + 2) : 0u;
+                    mk[i][j] = lo | (hi << 16);
+                }
+            }
+        }
+    };
+    float decay[2];
+    // logits p become weights; m moves on; decay says by how much older outputs shrink
+    auto softmax = [&]() {
+        if (a.softcap != 0.0f) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                p[i] = a.softcap*KVQ_LOG2E*tanhf(p[i]);
+            }
+        }
+        uint32_t any_bits = 0;
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+            any_bits |= mk[0][j] | mk[1][j];
+        }
+        if (__any_sync(0xFFFFFFFFu, any_bits != 0)) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+                    const float2 mf = __half22float2(*(const __half2 *) &mk[i][j]);
+                    p[4*j + 2*i]     = fmaf(slope[i], mf.x, p[4*j + 2*i]);
+                    p[4*j + 2*i + 1] = fmaf(slope[i], mf.y, p[4*j + 2*i + 1]);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float top = m[i];
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+                top = fmaxf(top, fmaxf(p[4*j + 2*i], p[4*j + 2*i + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
+            decay[i] = kvq_exp2(m[i] - top);
+            m[i] = top;
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+                p[4*j + 2*i]     = kvq_exp2(p[4*j + 2*i] - top);
+                p[4*j + 2*i + 1] = kvq_exp2(p[4*j + 2*i + 1] - top);
+                sum += p[4*j + 2*i] + p[4*j + 2*i + 1];
+            }
+            l[i] = fmaf(l[i], decay[i], sum);
+        }
+    };
+    auto pack_weights = [&]() {
+#pragma unroll
+        for (int s = 0; s < T/16; ++s) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const __half2 w = __floats2half2_rn(p[8*s + 2*i], p[8*s + 2*i + 1]);
+                pa[s][i] = *(const uint32_t *) &w;
+            }
+        }
+    };
+    auto shrink = [&]() {
+        if (__any_sync(0xFFFFFFFFu, decay[0] != 1.0f || decay[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < OUT; ++i) {
+                o[i] *= decay[(i >> 1) & 1];
+            }
+        }
+    };
+
+    if (tile0 < tile1) {
+        load_mask(tile0);
+        kvq_bulk_wait(full_s, 0);
+        kvq_wgmma_fence();
+        logits(0);
+        kvq_wgmma_wait<0>();
+        kvq_wgmma_hold(p);
+        softmax();
+        load_mask(min(tile0 + 1, tile1 - 1));       // a tile ahead of its use
+        pack_weights();
+    }
+    for (int tile = tile0 + 1; tile < tile1; ++tile) {
+        const int i = tile - tile0, slot = i % S::STAGES, before = (i - 1) % S::STAGES;
+        kvq_bulk_wait(full_s + 8*slot, (i/S::STAGES) & 1);
+        kvq_wgmma_hold(p);
+        kvq_wgmma_hold(o);
+        kvq_wgmma_fence();
+        logits(slot);
+        outputs(before);
+        kvq_wgmma_wait<1>();
+        kvq_wgmma_hold(p);
+        softmax();
+        load_mask(min(tile + 1, tile1 - 1));
+        kvq_wgmma_wait<0>();
+        kvq_wgmma_hold(o);
+        if (lane == 0) {
+            kvq_barrier_arrive(empty_s + 8*before);
+        }
+        shrink();
+        pack_weights();
+    }
+    if (tile0 < tile1) {
+        kvq_wgmma_hold(o);
+        kvq_wgmma_fence();
+        outputs((tile1 - 1 - tile0) % S::STAGES);
+        kvq_wgmma_wait<0>();
+        kvq_wgmma_hold(o);
+    }
+
+    const float unit = kvq_tile_factor(a.v.store);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        l[i] += __shfl_xor_sync(0xFFFFFFFFu, l[i], 1);
+        l[i] += __shfl_xor_sync(0xFFFFFFFFu, l[i], 2);
+        const int row = row0 + g + 8*i;
+        if (row >= n_rows) {
+            continue;
+        }
+        const int64_t part = ((int64_t(seq)*a.n_tok + row/a.gqa)*a.n_head + head_kv*a.gqa + row % a.gqa)*a.n_part + split;
+        if (t == 0) {
+            a.meta[part] = make_float2(m[i], l[i]);
+        }
+        float * out = a.part + part*S::D;
+#pragma unroll
+        for (int j = 0; j < S::D/8; ++j) {
+            *(float2 *) (out + kvq_tile_coordinate<S::N>(a.v.store, j, t)) = make_float2(o[4*j + 2*i]*unit, o[4*j + 2*i + 1]*unit);
+        }
+    }
+#endif // KVQ_WGMMA
+}

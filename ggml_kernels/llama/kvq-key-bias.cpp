@@ -1,0 +1,154 @@
+#include "kvq-key-bias.h"
+#include "kvq-llama.h"
+#include "kvq-transforms.h"
+#include "kvq.h"
+
+#include "ggml-backend.h"
+#include "ggml-cpp.h"
+#include "llama-cparams.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-model.h"
+
+#include <stdexcept>
+
+const ggml_tensor * kvq_model_key_bias(const llama_model & model, int32_t il) {
+    const ggml_tensor * b = model.layers[il].wk_b;
+    return b && ggml_n_dims(b) == 1 ? b : nullptr;   // with MLA the name means a matrix
+}
+
+// asks the device of the layer about an attention operation with the further sources
+static bool device_supports(const llama_model & model, int32_t il, ggml_type type_k, ggml_type type_v) {
+    const auto & h = model.hparams;
+    const int64_t d = h.n_embd_head_k(il), n_head = h.n_head(il), n_head_kv = h.n_head_kv(il);
+    ggml_context_ptr ctx(ggml_init({ 16*ggml_tensor_overhead(), nullptr, true }));
+    ggml_tensor * q    = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, n_head, 1);
+    ggml_tensor * k    = ggml_new_tensor_3d(ctx.get(), type_k, d, 256, n_head_kv);
+    ggml_tensor * v    = ggml_new_tensor_3d(ctx.get(), type_v, h.n_embd_head_v(il), 256, n_head_kv);
+    ggml_tensor * mask = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, 256, 1);
+    ggml_tensor * attention = ggml_flash_attn_ext(ctx.get(), ggml_permute(ctx.get(), q, 0, 2, 1, 3), k, v, mask, 1.0f, 0.0f, 0.0f);
+    const kvq_key_bias bias = { q, ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head_kv),
+        ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, h.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS),
+        ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 256, 1), false };
+    kvq_add_key_bias(ctx.get(), attention, &bias);
+    return ggml_backend_dev_supports_op(model.dev_layer(il), attention);
+}
+
+std::string kvq_bias_obstacle(const llama_model & model, const llama_cparams & cparams, int32_t il, ggml_type type_k, ggml_type type_v) {
+    // builders whose keys are W x + b, then RoPE, then the cache
+    const bool plain = model.arch == LLM_ARCH_QWEN2 || model.arch == LLM_ARCH_QWEN2MOE;
+    const bool rope  = model.hparams.rope_type == LLAMA_ROPE_TYPE_NEOX || model.hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
+    if (!plain || !rope || model.layers[il].wqkv || kvq_model_key_bias(model, il)->type != GGML_TYPE_F32) {
+        return format("the architecture %s is not known for it", model.arch_name().c_str());
+    }
+    if (!cparams.flash_attn) {
+        return "it needs flash attention";
+    }
+    if (!kvq_is_cache_type(type_k) && !kvq_is_cache_type(type_v)) {
+        return "the attention of other types cannot return it";
+    }
+    if (!device_supports(model, il, type_k, type_v)) {
+        return format("device %s has no kernel for it", ggml_backend_dev_name(model.dev_layer(il)));
+    }
+    return "";
+}
+
+std::vector<float> kvq_rope_table(const llama_model & model, const llama_cparams & cparams, int32_t il) {
+    const int64_t n_rot = model.hparams.n_rot(il), n = KVQ_ROPE_STEP + KVQ_ROPE_STEPS;
+    const bool interleaved = model.hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
+    const auto first  = [&](int64_t i) { return interleaved ? 2*i : i; };
+    const auto second = [&](int64_t i) { return interleaved ? 2*i + 1 : i + n_rot/2; };
+
+    ggml_context_ptr ctx(ggml_init({ (size_t) (4*n*n_rot*sizeof(float) + (1 << 20)), nullptr, false }));
+    ggml_tensor * x   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_rot, 1, n);
+    ggml_tensor * pos = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n);
+    for (int64_t j = 0; j < n; j++) {
+        ((int32_t *) pos->data)[j] = (int32_t) (j < KVQ_ROPE_STEP ? j : (j - KVQ_ROPE_STEP)*KVQ_ROPE_STEP);
+        for (int64_t i = 0; i < n_rot/2; i++) {
+            ((float *) x->data)[j*n_rot + first(i)]  = 1.0f;   // turned by a: (cos a, sin a)
+            ((float *) x->data)[j*n_rot + second(i)] = 0.0f;
+        }
+    }
+    ggml_tensor * y = ggml_rope_ext(ctx.get(), x, pos, model.get_rope_factors(cparams, il), (int) n_rot, model.hparams.rope_type,
+        cparams.n_ctx_orig_yarn, model.get_rope_freq_base(cparams, il), model.get_rope_freq_scale(cparams, il),
+        cparams.yarn_ext_factor, cparams.yarn_attn_factor, cparams.yarn_beta_fast, cparams.yarn_beta_slow);
+    ggml_cgraph * graph = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(graph, y);
+    ggml_backend_ptr backend(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+    if (!backend || ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
+        throw std::runtime_error("failed to compute the table of positions");
+    }
+
+    // YaRN lengthens vectors; one of the two factors of a position carries that
+    const float * turned = (const float *) y->data;
+    const float length = turned[first(0)];
+    std::vector<float> table(n*n_rot);
+    for (int64_t j = 0; j < n; j++) {
+        for (int64_t i = 0; i < n_rot/2; i++) {
+            const float scale = j < KVQ_ROPE_STEP ? 1.0f/length : 1.0f;
+            table[j*n_rot + i]           = scale*turned[j*n_rot + first(i)];
+            table[j*n_rot + n_rot/2 + i] = scale*turned[j*n_rot + second(i)];
+        }
+    }
+    return table;
+}
+
+// ---- graph ----
+
+bool kvq_omits_key_bias(const llama_memory_context_i * mctx, int32_t il) {
+    const auto * cache = dynamic_cast<const llama_kv_cache_context *>(mctx);
+    return cache && cache->kvq_omits_key_bias(il);
+}
+
+void kvq_add_key_bias(ggml_context * ctx, ggml_tensor * attention, const kvq_key_bias * bias) {
+    if (!bias || !bias->q) {
+        return;
+    }
+    // as build_attn_mha splits its own query
+    ggml_tensor * q = bias->q;
+    const int64_t n_stream = attention->src[1]->ne[3], n_tokens = q->ne[2]/n_stream;
+    q = ggml_view_4d(ctx, q, q->ne[0], q->ne[1], n_tokens, n_stream, q->nb[1], q->nb[2], q->nb[2]*n_tokens, 0);
+    attention->src[5] = ggml_permute(ctx, q, 0, 2, 1, 3);
+    attention->src[6] = bias->b;
+    attention->src[7] = bias->trig;
+    attention->src[8] = bias->pos;
+    ((int32_t *) attention->op_params)[8] = bias->interleaved;
+}
+
+bool llama_kv_cache::kvq_omits_key_bias(int32_t il) const {
+    const auto it = map_layer_ids.find(il);
+    return it != map_layer_ids.end() && layers[it->second].kvq->bias;
+}
+
+ggml_tensor * llama_kv_cache::kvq_build_input_pos(ggml_context * ctx, uint32_t n_kv, const slot_info & sinfo) const {
+    if (!kvq->trig) {
+        return nullptr;
+    }
+    ggml_tensor * pos = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_kv, sinfo.s1 - sinfo.s0 + 1);
+    ggml_set_input(pos);
+    ggml_set_name(pos, "kvq_inp_pos");
+    return pos;
+}
+
+void llama_kv_cache::kvq_set_input_pos(ggml_tensor * pos, const slot_info & sinfo) const {
+    GGML_ASSERT(ggml_backend_buffer_is_host(pos->buffer));
+    for (int64_t s = 0; s < pos->ne[1]; s++) {
+        const auto & cells = v_cells[sinfo.s0 + s];
+        int32_t * row = (int32_t *) pos->data + s*pos->ne[0];
+        for (int64_t i = 0; i < pos->ne[0]; i++) {
+            row[i] = cells.is_empty(i) ? 0 : cells.pos_get(i);
+        }
+    }
+}
+
+bool llama_kv_cache_context::kvq_omits_key_bias(int32_t il) const {
+    return kv->kvq_omits_key_bias(il);
+}
+
+ggml_tensor * llama_kv_cache_context::kvq_build_input_pos(ggml_context * ctx) const {
+    return kv->kvq_build_input_pos(ctx, n_kv, sinfos[i_cur]);
+}
+
+void llama_kv_cache_context::kvq_set_input_pos(ggml_tensor * pos) const {
+    kv->kvq_set_input_pos(pos, sinfos[i_cur]);
+}

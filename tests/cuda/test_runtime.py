@@ -1,0 +1,149 @@
+"""libllama on a GPU against libllama on the CPU: decoding, partial offload, states, shifts and copies. pytest -m cuda."""
+import shutil
+
+import numpy as np
+import pytest
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no NVIDIA driver on this machine"),
+]
+
+TYPES = ["turbo2", "turbo3", "turbo4"]
+PAIRS = [*TYPES, ("turbo4", "turbo2"), ("q8_0", "turbo3"), ("turbo3", "f16")]
+LAYERS = 4
+ROOM = 1024
+
+
+@pytest.fixture(scope="module")
+def engine():
+    import llama_cpp.llama_cpp as native
+    if not native.llama_supports_gpu_offload():
+        pytest.skip("the installation has no GPU backend; install with CMAKE_ARGS=-DGGML_CUDA=on")
+    import pykvq.engine
+    return pykvq.engine
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """8 KV heads of 128 and groups of 4: the shapes whose kernels are the special ones."""
+    from pykvq.tiny_model import write_tiny_model
+    return write_tiny_model(tmp_path_factory.mktemp("cuda") / "tiny.gguf", 128, heads=32, heads_kv=8, layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def models(engine, path):
+    made = {n: engine.Model(path, gpu_layers=n) for n in (0, 2, 99)}
+    yield made
+    for model in made.values():
+        model.close()
+
+
+TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 256, 400)]
+
+
+def run(engine, model, kv_type, prompt=256, **options):
+    """Logits of a prompt in batches and of the rest token by token; float32 [rows, vocabulary]."""
+    with engine.Context(model, ROOM, kv_type, n_batch=128, **options) as context:
+        rows = [context.decode(TOKENS[:prompt], 0, logits="all")]
+        rows += [context.decode([token], prompt + i) for i, token in enumerate(TOKENS[prompt:prompt + 48])]
+        return np.concatenate(rows)
+
+
+@pytest.fixture(scope="module")
+def reference(engine, models):
+    made = {}
+
+    def get(kv_type):
+        if kv_type not in made:
+            made[kv_type] = run(engine, models[0], kv_type)
+        return made[kv_type]
+    return get
+
+
+def close_to(engine, ours, theirs):
+    """Largest mean divergence of the two parts of run(), prompt and single tokens."""
+    kl = engine.kl_divergence(theirs, ours)
+    assert np.isfinite(kl).all()
+    return max(kl[:256].mean(), kl[256:].mean())
+
+
+@pytest.mark.parametrize("kv_type", PAIRS)
+@pytest.mark.parametrize("layers", [99, 2])
+def test_logits_are_the_cpus(engine, models, reference, kv_type, layers):
+    assert close_to(engine, run(engine, models[layers], kv_type), reference(kv_type)) < 2e-3
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_cache_kept_on_the_host(engine, models, reference, kv_type):
+    assert close_to(engine, run(engine, models[99], kv_type, offload=False), reference(kv_type)) < 2e-3
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_states_travel_between_devices_byte_for_byte(engine, models, kv_type):
+    with engine.Context(models[0], ROOM, kv_type, n_batch=128) as cpu, engine.Context(models[99], ROOM, kv_type, n_batch=128) as gpu:
+        cpu.decode(TOKENS[:200], 0, logits="none")
+        state = cpu.save(0)
+        gpu.load(state, 0)
+        assert gpu.save(0) == state
+        after_gpu, after_cpu = gpu.decode(TOKENS[200:201], 200), cpu.decode(TOKENS[200:201], 200)
+        assert engine.kl_divergence(after_cpu, after_gpu).max() < 2e-3
+        cpu.clear()
+        moved = gpu.save(0)
+        cpu.load(moved, 0)
+        assert cpu.save(0) == moved
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_context_shift(engine, models, kv_type):
+    """Dropping the start and moving the rest back, as a server does when its context is full."""
+    rows = []
+    for layers in (0, 99):
+        with engine.Context(models[layers], ROOM, kv_type, n_batch=128) as context:
+            context.decode(TOKENS[:200], 0, logits="none")
+            assert context.remove(0, 4, 68)
+            context.shift(0, 68, -64)
+            rows.append(np.concatenate([context.decode([token], 136 + i) for i, token in enumerate(TOKENS[200:216])]))
+    assert engine.kl_divergence(*rows).mean() < 1e-2       # the shifted keys are quantised a second time
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_a_copied_sequence_goes_on_like_its_source(engine, models, kv_type, unified):
+    with engine.Context(models[99], ROOM, kv_type, n_batch=128, n_seq=3, unified=unified) as context:
+        context.decode(TOKENS[:150], 0, seq=0, logits="none")
+        context.copy(0, 2)
+        source, target = (np.concatenate([context.decode([token], 150 + i, seq=seq) for i, token in enumerate(TOKENS[150:160])]) for seq in (0, 2))
+    assert engine.kl_divergence(source, target).max() < 1e-5
+
+
+def test_several_sequences_in_one_batch(engine, models):
+    """Eight streams decode together what each decodes alone."""
+    with engine.Context(models[99], 8 * 256, "turbo3", n_batch=128, n_seq=8) as together, engine.Context(models[99], 256, "turbo3", n_batch=128) as alone:
+        for seq in range(8):
+            together.decode(TOKENS[seq:seq + 100 + seq], 0, seq=seq, logits="none")
+        rows = together.decode_batch([(TOKENS[300 + seq], 100 + seq, seq, True) for seq in range(8)])
+        for seq in range(8):
+            alone.clear()
+            alone.decode(TOKENS[seq:seq + 100 + seq], 0, logits="none")
+            assert engine.kl_divergence(alone.decode([TOKENS[300 + seq]], 100 + seq), rows[seq:seq + 1]).max() < 2e-3
+
+
+def test_attention_that_lands_on_the_cpu_is_told(engine, models):
+    """A mix without a CUDA kernel runs on the CPU, with a line that names the node of the layer and the reason."""
+    import llama_cpp.llama_cpp as native
+    lines = []
+
+    @native.llama_log_callback
+    def collect(level, text, _):
+        lines.append(text.decode(errors="replace"))
+
+    native.llama_log_set(collect, None)
+    try:
+        with engine.Context(models[99], 256, ("turbo3", "q4_0"), n_batch=128) as context:
+            assert np.isfinite(context.decode(TOKENS[:20], 0)).all()
+    finally:
+        engine.quiet_log()
+    told = [line for line in lines if "falls back to the CPU" in line]
+    assert told, [line for line in lines if "kvq" in line]
+    assert any("f16 and q8_0 alone" in line and f"-{LAYERS - 1}" in line for line in told), told
