@@ -30,7 +30,7 @@ struct bias_tile {
     bias_tile(const key_bias & bias, Arena & m) : bias(bias), width(bias.width()), pairs(width/2), stride(width + 16) {
         const size_t rows = bias ? ROWS : 0;
         query  = m.template take<float>(rows*width);
-        near   = m.template take<float>(rows*stride);
+        here   = m.template take<float>(rows*stride);
         table  = m.template take<float>(bias ? TILE*stride : 0);
         nodes  = m.template take<float>(16*width);
         at     = m.template take<float>(16*width);
@@ -116,7 +116,7 @@ struct bias_tile {
         }
         for (int r = 0; r < rows; r++) {
             const float * x = query + r*width, * y = x + pairs;
-            float * out = near + r*stride;
+            float * out = here + r*stride;
             for (int i = 0; i < n_fast; i++) {
                 out[i]          = x[i]*c[i] + y[i]*s[i];
                 out[n_fast + i] = y[i]*c[i] - x[i]*s[i];
