@@ -67,10 +67,17 @@ def test_coded_size_is_the_entropy(row):
 def test_every_measured_set_and_model_is_complete():
     for s in DATA["search"]["sets"]:
         assert {(r["bits"], r["name"]) for r in s["rows"]} == {(b, n) for b in (2, 4) for n in (*search.METHODS.values(), "product quantisation")}
-    assert DATA["attention"]
+    assert set(DATA["attention"]) == {"smollm2-135m", "gemma3-270m", "qwen25coder-0.5b", "qwen25coder-1.5b"}
     for m in DATA["attention"].values():
         assert {(r["codec"], r["bits"]) for r in m["next_token"]} == {(c, b) for c in ("MSE", "Prod", "cache type") for b in (2, 3, 4)}
         assert all(len(r["kl"]) == m["chunks"] for r in m["next_token"])
+
+
+def test_times_are_there_for_the_paper_s_dimensions():
+    rows = DATA["times"]["rows"]
+    assert set(rows) == set(report.PAPER_SECONDS)
+    for d, row in rows.items():
+        assert row["pq"] > row["hadamard"] > 0 and row["haar"] > 0 and ("c_turbo4" in row) == (int(d) % 128 == 0)
 
 
 @pytest.mark.parametrize("value, text", [(0.00000912, "0.00000912"), (123.456, "123"), (None, "-"), (0, "0"), (0.0345, "0.0345"), (1234567.0, "1230000")])

@@ -48,7 +48,7 @@ void reference_flash_attn(const ggml_compute_params * params, ggml_tensor * dst)
                 logit += q[i]*k[i];
             }
             if (a.bias) {
-                a.bias.turn(a.bias.position(t, i3), turned);
+                a.bias.turn(a.bias.positions(i3)[t], turned);
                 for (int i = 0; i < a.bias.width(); i++) {
                     logit += z[i]*turned[i];
                 }

@@ -8,6 +8,7 @@
 // decoded alone, in a prompt or beside other sequences continues alike.
 #include "kvq.h"
 #include "kvq-attn-tile.h"
+#include "kvq-bias-tile.h"
 #include "kvq-flash-attn.h"
 #include "ggml-cpu.h"
 
@@ -69,7 +70,6 @@ struct plan {
     int64_t part_spans;
     int64_t batch;              // units that a thread takes at a time
     int key_row, value_row;     // padded floats of a row
-    int bias_row;               // of cosines and sines; 0: no key bias was left out
 
     plan(const ggml_tensor * dst, int n_threads) : a(dst) {
         k = kernels_for(a.k->type);
@@ -82,7 +82,6 @@ struct plan {
         spans      = (tiles + SPAN_TILES - 1)/SPAN_TILES;
         key_row    = round_up((int) a.k->ne[0], 16);
         value_row  = round_up((int) a.v->ne[0], 16);
-        bias_row   = round_up(a.bias.width(), 16);
 
         // Few rows: a unit is one span, and a thread takes all heads of a span in turn, whose blocks share cache lines.
         // Many rows: a unit runs through the whole context, and a thread takes one row tile of one head.
@@ -114,10 +113,10 @@ struct scratch {
     float   * key, * value;
     int8_t  * value_level;
     int16_t * fixed;
-    float   * bias_query, * turned, * bias_logit;
+    bias_tile bias;
     size_t query_stride, blocks;
 
-    scratch(const plan & p, arena & m) {
+    scratch(const plan & p, arena & m) : bias(p.a.bias, m) {
         const size_t dk = p.a.k->ne[0];
         blocks       = p.k ? dk/p.k->block : 0;
         query_stride = p.k ? blocks*p.k->stride : 0;
@@ -133,9 +132,6 @@ struct scratch {
         value       = m.take<float>(p.v ? 0 : TILE*p.value_row);
         value_level = m.take<int8_t>(p.v ? TILE*p.v->block : 0);
         fixed       = m.take<int16_t>(p.v ? ROWS*TILE : 0);
-        bias_query  = m.take<float>(ROWS*p.bias_row);
-        turned      = m.take<float>(TILE*p.bias_row);
-        bias_logit  = m.take<float>(p.bias_row ? ROWS*TILE : 0);
     }
 
     // the padding of rows, which the kernels never write
@@ -151,8 +147,9 @@ struct scratch {
         if (!p.v) {
             memset(value, 0, TILE*p.value_row*sizeof(float));
         }
-        memset(bias_query, 0, ROWS*p.bias_row*sizeof(float));
-        memset(turned, 0, TILE*p.bias_row*sizeof(float));
+        if (p.a.bias) {
+            bias.prepare();
+        }
     }
 };
 
@@ -248,7 +245,7 @@ static void load_queries(const plan & p, scratch & s, const row_state & rows, in
     for (int r = 0; r < rows.n; r++) {
         const float * q = a.query(rows.token[r], rows.head[r], i3);
         if (a.bias) {
-            a.bias.query(rows.token[r], rows.head[r], i3, a.logit_scale(), s.bias_query + r*p.bias_row);
+            a.bias.query(rows.token[r], rows.head[r], i3, a.logit_scale(), s.bias.query + r*s.bias.width);
         }
         if (p.k) {
             for (size_t b = 0; b < s.blocks; b++) {
@@ -281,21 +278,6 @@ static void compute_logits(const plan & p, scratch & s, const uint8_t * const * 
     }
 }
 
-// adds the key bias to the logits of a tile; position: of each token that is not null
-static void add_bias(const plan & p, scratch & s, const uint8_t * const * token, const int32_t * position, int n, int rows) {
-    for (int t = 0; t < n; t++) {
-        if (token[t]) {
-            p.a.bias.turn(position[t], s.turned + t*p.bias_row);
-        }
-    }
-    float_logits(s.turned, n, s.bias_query, p.bias_row, rows, s.bias_logit);
-    for (int r = 0; r < rows; r++) {
-        for (int t = r*TILE; t < r*TILE + n; t += 16) {
-            store(s.logit + t, add(load(s.logit + t), load(s.bias_logit + t)));
-        }
-    }
-}
-
 static void accumulate(const plan & p, scratch & s, const uint8_t * const * token, int n, const row_state & rows) {
     if (p.v) {
         for (int64_t b = 0; b < p.a.v->ne[0]/p.v->block; b++) {
@@ -319,6 +301,7 @@ static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, in
     const uint8_t * keys   = (const uint8_t *) a.key_head(rows.head[0], i3);
     const uint8_t * values = (const uint8_t *) a.value_head(rows.head[0], i3);
 
+    const int32_t * positions = a.bias ? a.bias.positions(i3) : nullptr;
     memset(s.acc, 0, (size_t) rows.n*p.value_row*sizeof(float));
     for (int r = 0; r < rows.n; r++) {
         rows.top[r]   = -INFINITY;
@@ -347,13 +330,13 @@ static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, in
                 const bool visible = seen >> t & 1;
                 key[n]   = visible ? keys   + (t0 + t)*a.k->nb[1] : nullptr;
                 value[n] = visible ? values + (t0 + t)*a.v->nb[1] : nullptr;
-                position[n] = visible && a.bias ? a.bias.position(t0 + t, i3) : 0;
+                position[n] = visible && positions ? positions[t0 + t] : -1;
             }
         }
 
         compute_logits(p, s, key, n, rows.n);
-        if (a.bias) {
-            add_bias(p, s, key, position, n, rows.n);
+        if (positions) {
+            s.bias.add_to(s.logit, n, from, position, positions[t0], rows.n);
         }
 
         const bool whole = n == TILE && width == TILE;

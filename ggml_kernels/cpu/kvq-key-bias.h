@@ -33,8 +33,9 @@ struct key_bias {
         }
     }
 
-    int32_t position(int64_t t, int64_t i3) const {
-        return *(const int32_t *) ((const char *) pos->data + t*pos->nb[0] + i3/(q->ne[3]/pos->ne[1])*pos->nb[1]);
+    // of every cell
+    const int32_t * positions(int64_t i3) const {
+        return (const int32_t *) ((const char *) pos->data + i3/(q->ne[3]/pos->ne[1])*pos->nb[1]);
     }
 
     // cosines, then sines, of a position: the turn by its multiple of 256, then by the rest

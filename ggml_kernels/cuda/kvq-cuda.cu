@@ -147,18 +147,25 @@ static const char * kvq_refusal(const int device, const ggml_tensor * op) {
     return nullptr;
 }
 
+// The cache that the operation reads or writes: its name says which layer it belongs to.
+static const char * kvq_cache_name(const ggml_tensor * op) {
+    const ggml_tensor * t = op->op == GGML_OP_FLASH_ATTN_EXT ? op->src[1] : kvq_is_cache_type(op->type) ? op : op->src[0];
+    t = t->view_src ? t->view_src : t;
+    return t->name[0] ? t->name : op->name;
+}
+
 bool kvq_cuda_supports(const int device, const ggml_tensor * op) {
     const char * reason = kvq_refusal(device, op);
     if (!reason) {
         return true;
     }
-    // the scheduler asks for every graph: one line per tensor name and device is enough
+    // the scheduler asks for every graph: one line per operation, cache and device is enough
     static std::mutex mutex;
     static std::set<std::string> told;
-    const std::string what = std::to_string(device) + op->name;
+    const std::string what = std::string(ggml_op_name(op->op)) + " of " + kvq_cache_name(op);
     std::lock_guard<std::mutex> lock(mutex);
-    if (told.size() < 256 && told.insert(what).second) {
-        GGML_LOG_WARN("kvq: %s (%s) of a compressed cache falls back to the CPU on CUDA device %d: %s\n", op->name, ggml_op_name(op->op), device, reason);
+    if (told.size() < 256 && told.insert(what + std::to_string(device)).second) {
+        GGML_LOG_WARN("kvq: %s falls back to the CPU on CUDA device %d: %s\n", what.c_str(), device, reason);
     }
     return false;
 }

@@ -329,6 +329,16 @@ static ggml_tensor * token_major(ggml_context * ctx, ggml_tensor * x) {
     return ggml_cont(ctx, ggml_permute(ctx, x, 0, 2, 1, 3));
 }
 
+// x [d, n_head, n] to the same shape; of one token, the query heads of a KV head are columns of one product
+static ggml_tensor * transformed_queries(ggml_context * ctx, const kvq_layer & t, ggml_tensor * q) {
+    const int64_t d = q->ne[0], n_head = q->ne[1], n_head_kv = t.q_in->ne[2];
+    if (q->ne[2] == 1 && ggml_is_contiguous(q)) {
+        ggml_tensor * x = ggml_mul_mat(ctx, t.q_in, ggml_reshape_3d(ctx, q, d, n_head/n_head_kv, n_head_kv));
+        return ggml_reshape_3d(ctx, x, d, n_head, 1);
+    }
+    return ggml_permute(ctx, per_head(ctx, t.q_in, q), 0, 2, 1, 3);
+}
+
 static ggml_tensor * transformed_keys(ggml_context * ctx, const kvq_layer & t, ggml_tensor * k) {
     return token_major(ctx, per_head(ctx, t.k_in, t.mean ? ggml_sub(ctx, k, t.mean) : k));
 }
@@ -340,7 +350,7 @@ kvq_key_bias llama_kv_cache::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggm
         bias = { q, t.bias, kvq->trig, pos, kvq->interleaved };
     }
     if (t.k_in) {
-        q = ggml_permute(ctx, per_head(ctx, t.q_in, q), 0, 2, 1, 3);
+        q = transformed_queries(ctx, t, q);
         ggml_format_name(q, "kvq_q-%d", il);
         if (k) {
             k = transformed_keys(ctx, t, k);

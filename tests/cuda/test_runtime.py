@@ -130,7 +130,7 @@ def test_several_sequences_in_one_batch(engine, models):
 
 
 def test_attention_that_lands_on_the_cpu_is_told(engine, models):
-    """A mix without a CUDA kernel runs on the CPU, with a line that names the node of the layer and the reason."""
+    """A mix without a CUDA kernel runs on the CPU, with a line that names the layer's cache and the reason."""
     import llama_cpp.llama_cpp as native
     lines = []
 
@@ -146,4 +146,5 @@ def test_attention_that_lands_on_the_cpu_is_told(engine, models):
         engine.quiet_log()
     told = [line for line in lines if "falls back to the CPU" in line]
     assert told, [line for line in lines if "kvq" in line]
-    assert any("f16 and q8_0 alone" in line and f"-{LAYERS - 1}" in line for line in told), told
+    for layer in range(LAYERS):
+        assert any(f"FLASH_ATTN_EXT of cache_k_l{layer} " in line and "f16 and q8_0 alone" in line for line in told), told

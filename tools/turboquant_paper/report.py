@@ -102,33 +102,32 @@ PolarQuant (arXiv 2502.02617; bits of the angles of each level, one fp16 radius 
 
 
 def times(data: dict) -> str:
-    n, repeats = (data["encoding"][0][key] for key in ("vectors", "repeats"))
-    rows = []
-    for r in data["encoding"]:
-        pq = data["pq"].get(str(r["d"]))
-        rows.append([r["d"], number(r["haar"]), number(r["hadamard"]), number(r["c_turbo4"]), number(pq), number(pq and pq / r["hadamard"], 2),
-                     *PAPER_SECONDS[str(r["d"])]])
+    n, rows = data["vectors"], data["rows"]
+    body = [[d, number(r["haar"]), number(r["hadamard"]), number(r.get("c_turbo4")), number(r["pq"]), number(r["pq"] / r["hadamard"], 2), r["runs"], *PAPER_SECONDS[d]]
+            for d, r in sorted(rows.items(), key=lambda item: int(item[0]))]
+    rates = {name: f"{float(number(n / rows['1536'][name], 2)):,.0f}" for name in ("haar", "hadamard", "online", "c_turbo4") if name in rows["1536"]}
     return f"""## Indexing time
 
-Processor seconds for {n} vectors at 4 bits, one thread, the least of {repeats} measurements, on a machine that was busy with other work
+Processor seconds for {n} vectors at 4 bits, one thread, the least of so many runs, on a machine that was busy with other work
 ({conditions(data['conditions'])}). Nothing is trained, so a vector is indexed when it arrives. turbo4 in C is the scalar reference of the cache type;
 it needs a multiple of 128 values. Product quantisation is faiss.IndexPQ (256 centroids, training and adding); "ratio" is its time over that of
 numpy with a Hadamard rotation. The last two columns are the paper's table 2 (one A100 GPU; its product quantisation with tables for AVX2, so on a
 processor): only columns of one machine can be compared, which is why the paper's ratio is so much larger. The paper's timing of RaBitQ is publicly
 contested (arXiv 2604.19528) and is not repeated here.
 
-{table(["d", "numpy, Haar", "numpy, Hadamard", "C, turbo4", "product quantisation", "ratio", "paper: product quantisation", "paper: TurboQuant"], rows)}
+{table(["d", "numpy, Haar", "numpy, Hadamard", "C, turbo4", "product quantisation", "ratio", "runs", "paper: product quantisation", "paper: TurboQuant"], body)}
 
-Encoding rates at d = 1536: {rate(data['encoding'], 1536, 'haar')} vectors a second with a Haar rotation, {rate(data['encoding'], 1536, 'hadamard')} with Hadamard{c_rate(data['encoding'])}; one vector a call, as they come in: {rate(data['encoding'], 1536, 'online')} with Hadamard."""
-
-
-def rate(rows: list[dict], d: int, column: str) -> str:
-    r = next(r for r in rows if r["d"] == d)
-    return f"{float(number(r['vectors'] / r[column], 2)):,.0f}"
+Encoding rates at d = 1536, vectors a second: {rates['haar']} with a Haar rotation, {rates['hadamard']} with Hadamard{c_rate(rates)}; one
+vector a call, as they come in, {rates['online']} with Hadamard. A d that is no order of a Hadamard matrix, such as 200, takes four passes.{c_beside_numpy(rows['1536'])}"""
 
 
-def c_rate(rows: list[dict]) -> str:
-    return f", {rate(rows, 1536, 'c_turbo4')} in C" if next(r for r in rows if r["d"] == 1536)["c_turbo4"] else ""
+def c_rate(rates: dict) -> str:
+    return f", {rates['c_turbo4']} in C" if "c_turbo4" in rates else ""
+
+
+def c_beside_numpy(row: dict) -> str:
+    """Whether C would pay."""
+    return f" Scalar C is {row['hadamard'] / row['c_turbo4']:.1f} times as fast as numpy, so the codecs stay in numpy." if "c_turbo4" in row else ""
 
 
 def search(data: dict) -> str:
@@ -206,11 +205,15 @@ of the attention weights. "Mixed" gives half of the channels one bit more (2.5 =
 def verdict(models: list[dict]) -> str:
     ratios = {keys: [p / q for m in models for p, q in pairs([r for r in m["next_token"] if r["keys"] == keys], "kl")] for keys in ("raw", "centred")}
     said = [f"with {keys} keys in {sum(r > 1 for r in found)} of {len(found)} pieces, {min(found):.1f} to {max(found):.1f} times" for keys, found in ratios.items()]
-    logit = [p / q for m in models for p, q in pairs(m["head"], "logit_rms")]
-    return (f"Prod's divergence is larger than that of MSE at equal bits {' and '.join(said)}. The tables below show why: the rms error of its logits is "
-            f"{min(logit):.1f} to {max(logit):.1f} times that of MSE, and softmax turns the variance of a logit into error. What Prod takes out instead, the shrinkage of MSE, "
-            "is nearly the same factor for all logits (0.88 at 2 bits, 0.97 at 3). The cache types therefore spend every bit on levels and none on QJL. "
-            "Where a divergence exceeds one, neither codec leaves the model usable: keys with a large bias (Qwen2.5) need more than a centred mean at these bits.")
+    inside = {figure: [p / q for m in models for p, q in pairs([r for r in m["head"] if r["keys"] in kinds], figure)]
+              for figure, kinds in (("logit_rms", ("centred",)), ("attention_kl", ("raw", "centred")))}
+    span = lambda found: f"{min(found):.1f} to {max(found):.1f}"
+    return (f"Prod's divergence is larger than that of MSE at equal bits {' and '.join(said)}. Inside single heads (below), the divergence of the attention weights is "
+            f"{span(inside['attention_kl'])} times that of MSE in {'every piece' if min(inside['attention_kl']) > 1 else 'the pieces'}, and with centred keys the rms error of a logit is "
+            f"{span(inside['logit_rms'])} times. Softmax turns the variance of a logit into error; the shrinkage of MSE, which Prod takes out instead, is nearly the same factor "
+            "for all keys (0.88 at 2 bits, 0.97 at 3), so it does little even where it makes the larger logit error, as with the raw keys of qwen25coder-1.5b at 2 bits. "
+            "The cache types therefore spend every bit on levels and none on QJL.\n\nWhere a divergence exceeds one, neither codec leaves the model usable: "
+            "keys with a large bias (Qwen2.5) must at the least be centred first.")
 
 
 def pairs(rows: list[dict], figure: str) -> list[tuple[float, float]]:

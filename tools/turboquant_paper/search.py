@@ -41,13 +41,8 @@ def product_quantiser(d: int, bits: int):
     return index
 
 
-def product_quantiser_time(d: int, n: int = 100_000, bits: int = 4, repeats: int = 2) -> float:
-    """Processor seconds to train on n Gaussian vectors and add them, the least of `repeats`."""
+def product_quantiser_seconds(d: int, n: int, bits: int = 4) -> float:
+    """Processor seconds to train on n Gaussian vectors and add them."""
     x = np.random.default_rng(51).standard_normal((n, d), np.float32)
-
-    def index() -> None:
-        pq = product_quantiser(d, bits)
-        pq.train(x)
-        pq.add(x)
-
-    return min(seconds(index) for _ in range(repeats))
+    index = product_quantiser(d, bits)
+    return seconds(lambda: (index.train(x), index.add(x)))

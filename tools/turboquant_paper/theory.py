@@ -95,37 +95,27 @@ def polar(d: int = 128, n: int = 4000) -> list[dict]:
     return rows
 
 
-def seconds(work) -> float:
+def seconds(work: Callable) -> float:
     """Processor seconds of this process: what other programs on the machine do does not count."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
-def least(works: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """The least processor seconds of each work, which take turns: a busy neighbour slows caches and clock, never speeds them up."""
-    found = [{name: seconds(work) for name, work in works.items()} for _ in range(repeats)]
-    return {name: min(f[name] for f in found) for name in works}
-
-
-def encoding_times(dims: tuple[int, ...] = (200, 1536, 3072), n: int = 100_000, bits: int = 4, block: int = 10_000, repeats: int = 2) -> list[dict]:
-    """Processor seconds for n vectors at 4 bits: TurboQuant-MSE in numpy with either rotation, and the cache type turbo4 in C.
+def encoding_seconds(d: int, n: int, bits: int = 4, block: int = 10_000) -> dict[str, float]:
+    """Processor seconds for n vectors: TurboQuant-MSE in numpy with either rotation, and the cache type turbo4 in C where d fits it.
 
     "online" is the Hadamard rotation with one call for each vector, measured on a hundredth of n.
     """
-    rows = []
-    for d in dims:
-        x = np.random.default_rng(51).standard_normal((block, d), np.float32)      # blocks: the working set stays small
-        blocks = range(n // block)
-        codecs = {rotation: TurboQuantMSE(d, bits, rotation=rotation) for rotation in ("haar", "hadamard")}
-        works = {name: lambda m=m: [m.quantise(x) for _ in blocks] for name, m in codecs.items()}
-        works["online"] = lambda: [codecs["hadamard"].quantise(v) for v in x[:n // 100]]
-        native = c_encoder(x) if d % TYPES["turbo4"].block == 0 else None
-        if native:
-            works["c_turbo4"] = lambda: [native() for _ in blocks]
-        row = {"d": d, "bits": bits, "vectors": n, "repeats": repeats, "c_turbo4": None} | least(works, repeats)
-        rows.append(row | {"online": 100 * row["online"]})
-    return rows
+    x = np.random.default_rng(51).standard_normal((block, d), np.float32)          # blocks: the working set stays small
+    blocks = range(n // block)
+    found = {}
+    for rotation in ("haar", "hadamard"):
+        m = TurboQuantMSE(d, bits, rotation=rotation)
+        found[rotation] = seconds(lambda: [m.quantise(x) for _ in blocks])
+    found["online"] = 100 * seconds(lambda: [m.quantise(v) for v in x[:n // 100]])
+    native = c_encoder(x) if d % TYPES["turbo4"].block == 0 else None
+    return found | ({"c_turbo4": seconds(lambda: [native() for _ in blocks])} if native else {})
 
 
 def c_encoder(x: np.ndarray) -> Callable | None:
