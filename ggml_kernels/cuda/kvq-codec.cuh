@@ -10,17 +10,50 @@
 #undef const
 
 // ---- layout of a block of N values at BITS bits ----
+// Stands for the bits per code of oscar2, whose tiers have 4, 2 and 1.
+static constexpr int KVQ_TIERS = 5;
+
 // The kernels read blocks as 16-bit units, because a block is only 2-byte aligned.
 template <int BITS, int N> struct kvq_block {
-    static constexpr int bytes      = N*BITS/8 + 2;
-    static constexpr int scale_off  = N*BITS/8;                // fp16 scale behind the codes
+    static constexpr int code_bits  = BITS == KVQ_TIERS ? 2 : BITS;     // on average
+    static constexpr int bytes      = N*code_bits/8 + 2;
+    static constexpr int scale_off  = N*code_bits/8;           // fp16 scale behind the codes
     static constexpr int unit_dims  = BITS == 4 ? 4 : 8;       // values of one unit
     static constexpr int units      = N/unit_dims;
     static constexpr int hi_off     = N/4;                     // high-bit plane of 3-bit codes
 };
 
+// planes of oscar2's tiers of 4, 2 and 1 bits; the last begins in the middle of a unit where N/16 is odd
+template <int N> struct kvq_tier_block {
+    static constexpr int two = N/8, one = N/8 + N/16, one_odd = one & 1, one_unit = one - one_odd;
+};
+static constexpr uint32_t KVQ_TIER_SCALE_MASK = 0xFFE0;        // bits of the fp16 scale; the others choose spreads
+
+// int8 levels of the tiers of 2 and 1 bits in spread `index` (the five lowest bits of a block's scale), for prmt
+struct kvq_tier_words { uint32_t two[32], one[32]; };
+__host__ __device__ constexpr kvq_tier_words kvq_pack_tiers() {
+    kvq_tier_words w = {};
+    for (int i = 0; i < 32; ++i) {
+        for (int c = 0; c < 4; ++c) {
+            w.two[i] |= (uint32_t(KVQ_TIER_LEVELS_2[4*((i >> 3) & 3) + c]) & 0xFFu) << (8*c);
+            w.one[i] |= (uint32_t(KVQ_TIER_LEVELS_1[2*(i & 7) + (c & 1)]) & 0xFFu) << (8*c);
+        }
+    }
+    return w;
+}
+static __constant__ kvq_tier_words KVQ_TIER_DEV = kvq_pack_tiers();
+
+// The levels of every spread, one spread a lane: a shuffle looks them up.
+struct kvq_tier_tables {
+    uint32_t two_of, one_of;
+    __device__ __forceinline__ kvq_tier_tables(const int lane) : two_of(KVQ_TIER_DEV.two[lane]), one_of(KVQ_TIER_DEV.one[lane]) {}
+    // levels of a block by the bits of its scale; all lanes take part
+    __device__ __forceinline__ uint32_t two(const uint32_t scale) const { return __shfl_sync(0xFFFFFFFFu, two_of, int(scale & 31)); }
+    __device__ __forceinline__ uint32_t one(const uint32_t scale) const { return __shfl_sync(0xFFFFFFFFu, one_of, int(scale & 31)); }
+};
+
 template <int BITS> __host__ __device__ constexpr float kvq_scale_of() {
-    return BITS == 2 ? KVQ_SCALE_2 : BITS == 3 ? KVQ_SCALE_3 : KVQ_SCALE_4;
+    return BITS == 2 ? KVQ_SCALE_2 : BITS == 3 ? KVQ_SCALE_3 : BITS == 4 ? KVQ_SCALE_4 : KVQ_TIER_SCALE;
 }
 
 // four consecutive levels, plus a bias, packed into one register for prmt

@@ -9,7 +9,7 @@
 #include <set>
 
 static int kvq_store_of(const ggml_type type) {
-    return kvq_bits(type) > 0 ? kvq_bits(type) : type == GGML_TYPE_Q8_0 ? KVQ_STORE_Q8_0 : type == GGML_TYPE_F16 ? KVQ_STORE_F16 : 0;
+    return kvq_code(type) == KVQ_TIERED ? KVQ_STORE_OSCAR2 : kvq_bits(type) > 0 ? kvq_bits(type) : type == GGML_TYPE_Q8_0 ? KVQ_STORE_Q8_0 : type == GGML_TYPE_F16 ? KVQ_STORE_F16 : 0;
 }
 
 static bool kvq_v_is_k(const ggml_tensor * k, const ggml_tensor * v) {
@@ -133,6 +133,9 @@ static const char * kvq_refusal(const int device, const ggml_tensor * op) {
         return "number of heads";
     }
     const bool view = kvq_v_is_k(k, v);
+    if (kvq_store_of(v->type) == KVQ_STORE_OSCAR2) {
+        return "oscar2 is a type of keys, with values of their own";
+    }
     if (kvq_is_cache_type(k->type) && ggml_blck_size(k->type) != (view ? 64 : kvq_head_block(int(k->ne[0])))) {
         return "block size of K";
     }
@@ -183,9 +186,12 @@ static void kvq_allow_shared_memory(const int device, const kvq_fattn_kernel ker
     }
 }
 
-// The attention node that the launch of a cache write directly precedes: it may load its queries before that is done,
-// because the write waits for everything before itself. Empty once another kernel may have been launched.
-static thread_local const ggml_tensor * kvq_after_write;
+// The attention node that the launch of a cache write directly precedes on its stream: it may load its queries before that is
+// done, because the write waits for everything before itself. Forgotten once another node is reached.
+static thread_local struct {
+    const ggml_tensor * attention;
+    cudaStream_t        stream;
+} kvq_after_write;
 
 static void kvq_cuda_flash_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const int device = ggml_cuda_get_device();
@@ -199,8 +205,8 @@ static void kvq_cuda_flash_attn(ggml_backend_cuda_context & ctx, ggml_tensor * d
     ggml_cuda_pool_alloc<float2> meta(ctx.pool(), std::max<size_t>(rows*a.n_part, 1));
     a.part = part.get();
     a.meta = meta.get();
-    a.early_queries = dst == kvq_after_write;
-    kvq_after_write = nullptr;
+    a.early_queries = dst == kvq_after_write.attention && ctx.stream() == kvq_after_write.stream;
+    kvq_after_write = {};
     kvq_allow_shared_memory(device, attention.kernel, attention.smem);
     ggml_cuda_kernel_launch(attention.kernel, ggml_cuda_kernel_launch_params(attention.grid, attention.block, attention.smem, ctx.stream()), a);
     if (combine.kernel) {
@@ -227,6 +233,9 @@ int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
         return t->op == GGML_OP_SET_ROWS && kvq_is_cache_type(t->type) && !(t->flags & GGML_TENSOR_FLAG_OUTPUT);
     };
     const ggml_tensor * k = graph->nodes[i];
+    if (k != kvq_after_write.attention && !ggml_op_is_empty(k->op)) {
+        kvq_after_write = {};
+    }
     if (!ours(k)) {
         return 0;
     }
@@ -246,7 +255,9 @@ int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
             next++;
         }
         const bool attention = next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_FLASH_ATTN_EXT && kvq_cuda_owns(graph->nodes[next]);
-        kvq_after_write = attention ? graph->nodes[next] : nullptr;
+        if (attention) {
+            kvq_after_write = { graph->nodes[next], ctx.stream() };
+        }
         return j - i;
     }
     return 0;

@@ -6,11 +6,11 @@
 #include "kvq-launch.cuh"
 
 template <int KB, int VB, typename S, bool LINEAR> static constexpr kvq_decode_variant kvq_decode_of() {
-    return { kvq_decode<KB, VB, S, LINEAR>, S::TILE, S::STAGES, S::q_bytes, S::BLOCKS };
+    return { kvq_decode<KB, VB, S, LINEAR>, S::TILE, S::STAGES, S::template query_bytes<KB>, S::BLOCKS };
 }
 
 template <int KB, int VB, typename S> static constexpr kvq_decode_variant kvq_decode_short_of() {
-    return { kvq_decode_short<KB, VB, S>, S::TILE, S::STAGES, S::q_bytes, S::BLOCKS };
+    return { kvq_decode_short<KB, VB, S>, S::TILE, S::STAGES, S::template query_bytes<KB>, S::BLOCKS };
 }
 
 // one or two groups of 4 query rows a warp
@@ -24,7 +24,7 @@ static kvq_decode_entry kvq_decode_make() {
 }
 
 template <int KB, int VB, int D> static kvq_decode_entry kvq_decode_small() {
-    constexpr int tile = KB + VB > 4 ? 32 : 64, stages = KB + VB > 4 && KB + VB <= 6 ? 3 : 2;
+    constexpr int sum = kvq_block<KB, D>::code_bits + VB, tile = sum > 4 ? 32 : 64, stages = sum > 4 && sum <= 6 ? 3 : 2;
     kvq_decode_entry e = kvq_decode_make<KB, VB, D, D, D, D, 1, tile, stages, 2>();
     if constexpr (D == 64 || D == 128) {
         // tiles of 64 tokens and two stages even where they leave room for one block: fewer instructions a token count for
@@ -33,24 +33,26 @@ template <int KB, int VB, int D> static kvq_decode_entry kvq_decode_small() {
         e.linear[0] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, blocks, 1>, true>();
         e.linear[1] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, KB + VB == 4 ? 2 : 1, 2>, true>();
         e.brief[0] = kvq_decode_short_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 32, 2, 1, 1>>();
-        e.brief[1] = kvq_decode_short_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 32, 2, 1, 2>>();
+        e.brief[1] = kvq_decode_short_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, KB == KVQ_TIERS && D == 64 ? 64 : 32, 2, 1, 2>>();
     }
     return e;
 }
 
-// every head size, for one family in both K and V
-template <int B> static kvq_decode_entry kvq_decode_all(const int dk, const int dv, const bool v_is_k) {
-    if (dk == 576 && dv == 512 && v_is_k) { return kvq_decode_make<B, B, 576, 512,  64,  64, 2, 32, 2, 1>(); }
+// every head size, for one family in both K and V, and for oscar2, whose values are turbo2
+template <int KB, int VB> static kvq_decode_entry kvq_decode_all(const int dk, const int dv, const bool v_is_k) {
+    if constexpr (KB == VB) {
+        if (dk == 576 && dv == 512 && v_is_k) { return kvq_decode_make<KB, VB, 576, 512, 64, 64, 2, 32, 2, 1>(); }
+    }
     if (v_is_k)                           { return {}; }
-    if (dk ==  64 && dv ==  64) { return kvq_decode_small<B, B,  64>(); }
-    if (dk ==  80 && dv ==  80) { return kvq_decode_small<B, B,  80>(); }
-    if (dk ==  96 && dv ==  96) { return kvq_decode_small<B, B,  96>(); }
-    if (dk == 112 && dv == 112) { return kvq_decode_small<B, B, 112>(); }
-    if (dk == 128 && dv == 128) { return kvq_decode_small<B, B, 128>(); }
-    if (dk == 192 && dv == 128) { return kvq_decode_make<B, B, 192, 128,  64, 128, 1, 32, 3, 1>(); }
-    if (dk == 192 && dv == 192) { return kvq_decode_make<B, B, 192, 192,  64,  64, 1, 32, 3, 1>(); }
-    if (dk == 256 && dv == 256) { return kvq_decode_make<B, B, 256, 256, 128, 128, 1, 32, 3, 1>(); }
-    if (dk == 512 && dv == 512) { return kvq_decode_make<B, B, 512, 512, 128, 128, 2, 32, 2, 1>(); }
+    if (dk ==  64 && dv ==  64) { return kvq_decode_small<KB, VB,  64>(); }
+    if (dk ==  80 && dv ==  80) { return kvq_decode_small<KB, VB,  80>(); }
+    if (dk ==  96 && dv ==  96) { return kvq_decode_small<KB, VB,  96>(); }
+    if (dk == 112 && dv == 112) { return kvq_decode_small<KB, VB, 112>(); }
+    if (dk == 128 && dv == 128) { return kvq_decode_small<KB, VB, 128>(); }
+    if (dk == 192 && dv == 128) { return kvq_decode_make<KB, VB, 192, 128,  64, 128, 1, 32, 3, 1>(); }
+    if (dk == 192 && dv == 192) { return kvq_decode_make<KB, VB, 192, 192,  64,  64, 1, 32, 3, 1>(); }
+    if (dk == 256 && dv == 256) { return kvq_decode_make<KB, VB, 256, 256, 128, 128, 1, 32, 3, 1>(); }
+    if (dk == 512 && dv == 512) { return kvq_decode_make<KB, VB, 512, 512, 128, 128, 2, 32, 2, 1>(); }
     return {};
 }
 

@@ -10,8 +10,6 @@
 
 #include "kvq-fattn.cuh"
 
-#include <type_traits>
-
 template <int DK_, int DV_, int NK_, int NV_, int VP_, int TILE_, int STAGES_, int BLOCKS_, int GROUPS_> struct kvq_decode_shape {
     static constexpr int DK = DK_, DV = DV_;         // head sizes
     static constexpr int NK = NK_, NV = NV_;         // values per block
@@ -22,16 +20,18 @@ template <int DK_, int DV_, int NK_, int NV_, int VP_, int TILE_, int STAGES_, i
     static constexpr int GROUPS = GROUPS_;           // groups of 4 query rows that one warp serves
     static constexpr int ROWS = 4*GROUPS;
     static constexpr int k_blocks = DK/NK, v_blocks = DV/NV/VP;
-    static constexpr int k_steps  = (NK + 31)/32;    // products of 32 values per block, padded with zero queries
-    static constexpr int q_bytes  = GROUPS*k_blocks*k_steps*32*8;      // query fragments of one warp's rows
+    // products of 32 values per block, padded with zero queries; oscar2 has one, one and two for its tiers at any block size
+    template <int KB> static constexpr int steps = KB == KVQ_TIERS ? 4 : (NK + 31)/32;
+    template <int KB> static constexpr int query_bytes = GROUPS*k_blocks*steps<KB>*32*8;     // fragments of one warp's rows
 };
 
-template <int BITS> using kvq_decode_tables = kvq_tables<BITS, 0, kvq_product_shift>;
+// the first tier of oscar2 has the levels of 4-bit codes
+template <int BITS> using kvq_decode_tables = kvq_tables<BITS == KVQ_TIERS ? 4 : BITS, 0, kvq_product_shift>;
 
 #ifdef KVQ_AMPERE
 // the tables of V: those of K when they are the same
 template <int VB, int KB> static __device__ __forceinline__ auto kvq_value_tables(const kvq_decode_tables<KB> & k) {
-    if constexpr (VB == KB) {
+    if constexpr (VB == (KB == KVQ_TIERS ? 4 : KB)) {
         return k;
     } else {
         return kvq_decode_tables<VB>(k.shift);
@@ -40,7 +40,17 @@ template <int VB, int KB> static __device__ __forceinline__ auto kvq_value_table
 
 // coordinate i of a block of the K type -> byte in the fragments of 32-value products, without the column
 template <int KB, int N> static __device__ __forceinline__ int kvq_query_slot(const int i) {
-    if constexpr (KB == 4) {
+    if constexpr (KB == KVQ_TIERS) {
+        if (i < N/4) {
+            const int half = i/(N/8), b = i % (N/8), u = b/2;
+            return (u & 3)*8 + (u/4)*4 + 2*(b & 1) + half;
+        } else if (i < N/2) {
+            const int k = (i - N/4)/(N/16), b = (i - N/4) % (N/16), u = b/2;
+            return (32 + u)*8 + (k & 1)*4 + 2*(b & 1) + (k >> 1);
+        }
+        const int k = (i - N/2)/(N/16), b = (i - N/2) % (N/16) + kvq_tier_block<N>::one_odd, u = b/2;
+        return ((2 + ((k >> 1) & 1))*32 + u)*8 + (k & 1)*4 + 2*(b & 1) + (k >> 2);
+    } else if constexpr (KB == 4) {
         const int half = i/(N/2), b = i % (N/2), u = b/2;
         return ((u/8)*32 + (u & 3))*8 + ((u/4) & 1)*4 + 2*(b & 1) + half;
     } else {
@@ -53,7 +63,8 @@ template <int KB, int N> static __device__ __forceinline__ int kvq_query_slot(co
 template <int KB, typename S> static __device__ __forceinline__ void kvq_load_queries(
         const kvq_fattn_args & a, const int seq, const int head_kv, const int group, char * frags, float * row_scale, float * buf, const int lane) {
     constexpr int R = kvq_hadamard<S::NK>::regs;
-    for (int i = lane; i < S::q_bytes/16; i += 32) {
+    constexpr int STEPS = S::template steps<KB>;
+    for (int i = lane; i < S::template query_bytes<KB>/16; i += 32) {
         ((uint4 *) frags)[i] = make_uint4(0, 0, 0, 0);
     }
     __syncwarp();
@@ -86,8 +97,10 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
             amax[r] = 0.0f;
 #pragma unroll
             for (int b = 0; b < S::k_blocks; ++b) {
-                kvq_apply_signs<S::NK>(x[r][b], lane);
-                kvq_hadamard_warp<S::NK, false>(x[r][b], buf, lane);
+                if constexpr (KB != KVQ_TIERS) {
+                    kvq_apply_signs<S::NK>(x[r][b], lane);
+                    kvq_hadamard_warp<S::NK, false>(x[r][b], buf, lane);
+                }
 #pragma unroll
                 for (int j = 0; j < R; ++j) {
                     amax[r] = fmaxf(amax[r], fabsf(x[r][b][j]));
@@ -112,7 +125,7 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
                     if (i < S::NK) {
                         const int v = __float2int_rn(x[r][b][j]*id);
                         const int hi = (v + 128) >> 8;
-                        char * at = frags + ((r0/4)*S::k_blocks + b)*S::k_steps*32*8 + r*8*8 + kvq_query_slot<KB, S::NK>(i);
+                        char * at = frags + ((r0/4)*S::k_blocks + b)*STEPS*32*8 + r*8*8 + kvq_query_slot<KB, S::NK>(i);
                         at[0]   = (char) hi;
                         at[4*8] = (char) (v - 256*hi);
                     }
@@ -120,7 +133,7 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
             }
             if (lane == 0) {
                 // undo the fixed point, the rotation's sqrt(n), the level table's scale, and apply the attention scale
-                row_scale[r0 + r] = amax[r]/32512.0f*rsqrtf(float(S::NK))*(a.scale/kvq_scale_of<KB>());
+                row_scale[r0 + r] = amax[r]/32512.0f*(KB == KVQ_TIERS ? 1.0f : rsqrtf(float(S::NK)))*(a.scale/kvq_scale_of<KB>());
             }
         }
     }
@@ -161,11 +174,38 @@ template <int VB> static __device__ __forceinline__ void kvq_value_frags(
     }
 }
 
+// What a thread knows of its two tokens before their products: for oscar2 the bits of the scale and the levels they choose.
+template <int KB> struct kvq_key_rows {
+    uint32_t scale[2], two[2], one[2];
+};
+
 // The 16 tokens x 32 values of product s: registers of this thread's tokens g and g+8 (at0, at1: their block, plus 2t).
 template <int KB, int N> static __device__ __forceinline__ uint4 kvq_key_frag(
-        const kvq_decode_tables<KB> & table, const char * at0, const char * at1, const int s, const int t) {
+        const kvq_decode_tables<KB> & table, const kvq_key_rows<KB> & rows, const char * at0, const char * at1, const int s, const int t) {
     uint4 f;
-    if constexpr (KB == 4) {
+    if constexpr (KB == KVQ_TIERS) {
+        using P = kvq_tier_block<N>;
+        if (s == 0) {
+            f.x = table.one(kvq_ld16(at0));
+            f.y = table.one(kvq_ld16(at1));
+            f.z = table.one(kvq_ld16(at0 + 8));
+            f.w = table.one(kvq_ld16(at1 + 8));
+        } else if (s == 1) {
+            const uint32_t lo0 = kvq_ld16(at0 + P::two), lo1 = kvq_ld16(at1 + P::two);
+            f.x = kvq_prmt(rows.two[0], rows.two[0], lo0 & 0x3333u);
+            f.y = kvq_prmt(rows.two[1], rows.two[1], lo1 & 0x3333u);
+            f.z = kvq_prmt(rows.two[0], rows.two[0], (lo0 >> 2) & 0x3333u);
+            f.w = kvq_prmt(rows.two[1], rows.two[1], (lo1 >> 2) & 0x3333u);
+        } else {
+            // bits j and j + 4 of both bytes
+            const int j = 2*(s - 2);
+            const uint32_t lo0 = kvq_ld16(at0 + P::one_unit), lo1 = kvq_ld16(at1 + P::one_unit);
+            f.x = kvq_prmt(rows.one[0], rows.one[0], (lo0 >> j) & 0x1111u);
+            f.y = kvq_prmt(rows.one[1], rows.one[1], (lo1 >> j) & 0x1111u);
+            f.z = kvq_prmt(rows.one[0], rows.one[0], (lo0 >> (j + 1)) & 0x1111u);
+            f.w = kvq_prmt(rows.one[1], rows.one[1], (lo1 >> (j + 1)) & 0x1111u);
+        }
+    } else if constexpr (KB == 4) {
         f.x = table.one(kvq_ld16(at0 + 16*s));
         f.y = table.one(kvq_ld16(at1 + 16*s));
         f.z = table.one(kvq_ld16(at0 + 16*s + 8));
@@ -207,7 +247,7 @@ template <int KB, int VB, typename S, int MODE>
 static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a) {
 #ifdef KVQ_AMPERE
     constexpr bool LINEAR = MODE != KVQ_GENERAL;
-    constexpr int T = S::TILE, NI = T/16, NB = S::GROUPS;
+    constexpr int T = S::TILE, NI = T/16, NB = S::GROUPS, K_STEPS = S::template steps<KB>, Q_BYTES = S::template query_bytes<KB>;
     using BK = kvq_block<KB, S::NK>;
     using BV = kvq_block<VB, S::NV>;
     constexpr int VU = kvq_value_unit<VB>::frags;                 // coordinates of a unit, registers of four tokens
@@ -218,6 +258,8 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     const int tid = warp*32 + lane, n_threads = blockDim.y*32;
 
     constexpr int K_SLICE = S::k_blocks*BK::bytes, V_SLICE = S::v_blocks*S::VP*BV::bytes;
+    static_assert(!LINEAR || T*(K_SLICE + V_SLICE) >= Q_BYTES + 32, "the queries of 8 heads pass through a stage");
+    static_assert(MODE != KVQ_SHORT || T*S::STAGES*(K_SLICE + V_SLICE) >= S::ROWS*(4*S::DV + 8), "the results of 8 heads take the place of the ring");
     const int heads = LINEAR ? 8 : a.heads, row_groups = LINEAR ? 1 : a.row_groups, slices = LINEAR ? 1 : a.slices;
     const int k_stride = LINEAR ? 8*K_SLICE : a.k.stride;
     const int v_stride = LINEAR ? 8*V_SLICE : a.v_is_k ? a.k.stride : a.v.stride;
@@ -242,9 +284,9 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     extern __shared__ __align__(16) char smem[];
     const int k_bytes = tile_tokens*k_stride, v_bytes = v_is_k ? 0 : tile_tokens*v_stride, m_bytes = LINEAR ? a.mask_rows*T*2 : 0;
     const int stage_bytes = k_bytes + v_bytes + m_bytes;
-    // LINEAR: the queries pass through the part of the ring that is filled last
-    char  * q_frags   = smem + (!LINEAR ? 0 : S::STAGES > 1 ? (S::STAGES - 1)*stage_bytes : k_bytes);      // [heads*row_groups][q_bytes]
-    float * row_scale = (float *) (q_frags + heads*row_groups*S::q_bytes);       // [heads*row_groups][8]
+    // LINEAR: the queries pass through the stage that is filled last
+    char  * q_frags   = smem + (LINEAR ? (S::STAGES - 1)*stage_bytes : 0);       // [heads*row_groups][Q_BYTES]
+    float * row_scale = (float *) (q_frags + heads*row_groups*Q_BYTES);       // [heads*row_groups][8]
     char  * ring      = LINEAR ? smem : (char *) (row_scale + ((heads*row_groups*8 + 3) & ~3));
     const uint32_t ring_s = kvq_shared(ring);
 #ifdef KVQ_BULK_COPY
@@ -261,8 +303,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     const char * v_first = a.v.data + seq*a.v.nb3 + head0*a.v.nb2;
     const char * m_first = a.mask ? a.mask + (seq % a.nem3)*a.nbm3 : nullptr;
 
-    // parts: 1 for K and the mask, 2 for V
-    auto fetch = [&](const int tile, const int parts) {
+    auto fetch = [&](const int tile) {
         if (tile < tile1) {
             const uint32_t at = ring_s + uint32_t((tile - tile0) % S::STAGES)*stage_bytes;
             const int token = tile*tile_tokens;
@@ -271,36 +312,32 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
 #ifdef KVQ_BULK_COPY
                 if (tid == 0) {
                     const uint32_t barrier = full_s + (tile - tile0) % S::STAGES*8;
-                    if (parts & 1) {
-                        kvq_bulk_expect(barrier, stage_bytes);
-                        kvq_bulk_copy(at, ks, k_bytes, barrier);
+                    kvq_bulk_expect(barrier, stage_bytes);
+                    kvq_bulk_copy(at, ks, k_bytes, barrier);
 #pragma unroll 1
-                        for (int r = 0; r < a.mask_rows; ++r) {
-                            kvq_bulk_copy(at + k_bytes + v_bytes + r*T*2, m_first + r*a.nbm1 + token*2, T*2, barrier);
-                        }
+                    for (int r = 0; r < a.mask_rows; ++r) {
+                        kvq_bulk_copy(at + k_bytes + v_bytes + r*T*2, m_first + r*a.nbm1 + token*2, T*2, barrier);
                     }
-                    if (parts & 2) {
-                        kvq_bulk_copy(at + k_bytes, vs, v_bytes, barrier);
-                    }
+                    kvq_bulk_copy(at + k_bytes, vs, v_bytes, barrier);
                 }
                 return;
 #else
 #pragma unroll
                 for (int i0 = 0; i0 < T*8*K_SLICE; i0 += 256*16) {
                     const int i = i0 + tid*16;
-                    if ((parts & 1) && (i0 + 256*16 <= T*8*K_SLICE || i < T*8*K_SLICE)) {
+                    if (i0 + 256*16 <= T*8*K_SLICE || i < T*8*K_SLICE) {
                         kvq_cp_async<16>(at + i, ks + i);
                     }
                 }
 #pragma unroll
                 for (int i0 = 0; i0 < T*8*V_SLICE; i0 += 256*16) {
                     const int i = i0 + tid*16;
-                    if ((parts & 2) && (i0 + 256*16 <= T*8*V_SLICE || i < T*8*V_SLICE)) {
+                    if (i0 + 256*16 <= T*8*V_SLICE || i < T*8*V_SLICE) {
                         kvq_cp_async<16>(at + T*8*K_SLICE + i, vs + i);
                     }
                 }
                 constexpr int PIECES = T*2/16;       // of a mask row
-                if ((parts & 1) && tid < a.mask_rows*PIECES) {
+                if (tid < a.mask_rows*PIECES) {
                     kvq_cp_async<16>(at + k_bytes + v_bytes + tid*16, m_first + (tid/PIECES)*a.nbm1 + (token + tid % PIECES*8)*2);
                 }
 #endif
@@ -319,7 +356,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         if (vp == 0 && sl == 0) {
             // the last stage of the ring is still free: scratch for the rotations, of head sizes that are not linear, that need it
             float * buf = LINEAR ? nullptr : (float *) (ring + (S::STAGES - 1)*stage_bytes) + slot*128;
-            kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + slot*S::q_bytes, row_scale + slot*8, buf, lane);
+            kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + slot*Q_BYTES, row_scale + slot*8, buf, lane);
         }
     };
     if (a.early_queries) {
@@ -327,13 +364,9 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     }
     kvq_pdl_wait();
     kvq_pdl_launch();
-    if constexpr (S::STAGES == 1) {
-        static_assert(LINEAR, "a single stage lends its part of V to the queries");
-        fetch(tile0, 1);
-    }
 #pragma unroll
     for (int s = 0; s < S::STAGES - 1; ++s) {
-        fetch(tile0 + s, 3);
+        fetch(tile0 + s);
     }
     if (!a.early_queries) {
         load_queries();
@@ -345,8 +378,8 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
 #endif
     __syncthreads();
 
-    const char * my_q = q_frags + slot*S::q_bytes + lane*8;
-    constexpr int Q_FRAGS = NB*S::k_blocks*S::k_steps;
+    const char * my_q = q_frags + slot*Q_BYTES + lane*8;
+    constexpr int Q_FRAGS = NB*S::k_blocks*K_STEPS;
     uint2 q_regs[LINEAR ? Q_FRAGS : 1];
     if constexpr (LINEAR) {
 #pragma unroll
@@ -382,6 +415,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     const int lane_a = 4*t + (g >> 1) + ((g & 1) ? 16 : 0), lane_b = lane_a ^ 16;
 
     const kvq_decode_tables<KB> k_table;
+    [[maybe_unused]] const kvq_tier_tables tiers(lane);
     const kvq_decode_tables<VB> v_table = kvq_value_tables<VB, KB>(k_table);
 
     float o[NB][OUT];
@@ -398,27 +432,17 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
 
     for (int tile = tile0; tile < tile1; ++tile) {
         // copies of this tile done, and every warp done with the stage that is filled next
-        auto wait = [&](auto newer) {
 #ifdef KVQ_BULK_COPY
-            if (LINEAR) {
-                const int i = tile - tile0;
-                kvq_bulk_wait(full_s + i % S::STAGES*8, (i/S::STAGES) & 1);
-                return;
-            }
+        if constexpr (LINEAR) {
+            const int i = tile - tile0;
+            kvq_bulk_wait(full_s + i % S::STAGES*8, (i/S::STAGES) & 1);
+        } else
 #endif
-            kvq_cp_wait<decltype(newer)::value>();
-        };
-        if constexpr (S::STAGES == 1) {
-            // the blocks of a multiprocessor take turns at loading
-            __syncthreads();
-            fetch(tile, tile == tile0 ? 2 : 3);
-            wait(std::integral_constant<int, 0>());
-            __syncthreads();
-        } else {
-            wait(std::integral_constant<int, S::STAGES - 2>());
-            __syncthreads();
-            fetch(tile + S::STAGES - 1, 3);
+        {
+            kvq_cp_wait<S::STAGES - 2>();
         }
+        __syncthreads();
+        fetch(tile + S::STAGES - 1);
 
         const char * kt = ring + ((tile - tile0) % S::STAGES)*stage_bytes;
         const char * vt = v_is_k ? kt : kt + k_bytes;
@@ -457,6 +481,16 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         float p[NB][2*NI];
 #pragma unroll
         for (int b = 0; b < S::k_blocks; ++b) {
+            kvq_key_rows<KB> rows[NI];
+            if constexpr (KB == KVQ_TIERS) {
+#pragma unroll
+                for (int j = 0; j < 2*NI; ++j) {
+                    const uint32_t bits = kvq_ld16(kt + k_at + 8*j*k_stride + b*BK::bytes + BK::scale_off);
+                    rows[j/2].scale[j & 1] = bits;
+                    rows[j/2].two[j & 1]   = tiers.two(bits);
+                    rows[j/2].one[j & 1]   = tiers.one(bits);
+                }
+            }
             int c[NB][NI][4];
 #pragma unroll
             for (int n = 0; n < NB; ++n) {
@@ -466,17 +500,17 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
                 }
             }
 #pragma unroll
-            for (int s = 0; s < S::k_steps; ++s) {
+            for (int s = 0; s < K_STEPS; ++s) {
                 uint2 qb[NB];
 #pragma unroll
                 for (int n = 0; n < NB; ++n) {
-                    const int f = (n*S::k_blocks + b)*S::k_steps + s;
+                    const int f = (n*S::k_blocks + b)*K_STEPS + s;
                     qb[n] = LINEAR ? q_regs[LINEAR ? f : 0] : *(const uint2 *) (my_q + f*32*8);
                 }
 #pragma unroll
                 for (int i = 0; i < NI; ++i) {
                     const char * at = kt + k_at + 16*i*k_stride + b*BK::bytes + 2*t;
-                    const uint4 kf = kvq_key_frag<KB, S::NK>(k_table, at, at + 8*k_stride, s, t);
+                    const uint4 kf = kvq_key_frag<KB, S::NK>(k_table, rows[i], at, at + 8*k_stride, s, t);
 #pragma unroll
                     for (int n = 0; n < NB; ++n) {
                         kvq_mma_s8(c[n][i], kf, qb[n].x, qb[n].y);
@@ -485,7 +519,12 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
             }
 #pragma unroll
             for (int j = 0; j < 2*NI; ++j) {
-                const float d = kvq_ld_half(kt + k_at + 8*j*k_stride + b*BK::bytes + BK::scale_off);
+                float d;
+                if constexpr (KB == KVQ_TIERS) {
+                    d = __half2float(__ushort_as_half((unsigned short) (rows[j/2].scale[j & 1] & KVQ_TIER_SCALE_MASK)));
+                } else {
+                    d = kvq_ld_half(kt + k_at + 8*j*k_stride + b*BK::bytes + BK::scale_off);
+                }
 #pragma unroll
                 for (int n = 0; n < NB; ++n) {
                     const float x = float(k_table.shift.join(c[n][j/2][2*(j & 1)], c[n][j/2][2*(j & 1) + 1]));

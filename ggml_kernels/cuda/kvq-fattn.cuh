@@ -11,7 +11,7 @@
 #endif
 
 // how K or V is stored: bits per code of our types, or the two partner types
-enum kvq_store { KVQ_STORE_TURBO2 = 2, KVQ_STORE_TURBO3 = 3, KVQ_STORE_TURBO4 = 4, KVQ_STORE_Q8_0 = 8, KVQ_STORE_F16 = 16 };
+enum kvq_store { KVQ_STORE_TURBO2 = 2, KVQ_STORE_TURBO3 = 3, KVQ_STORE_TURBO4 = 4, KVQ_STORE_OSCAR2 = KVQ_TIERS, KVQ_STORE_Q8_0 = 8, KVQ_STORE_F16 = 16 };
 
 struct kvq_operand {
     const char * data;

@@ -90,6 +90,14 @@ template <int N> static __device__ __forceinline__ int kvq_tile_position(const i
         const int k = i/(N/4), r = i % (N/4);
         return b + r/2*8 + k*2 + (r & 1);
     }
+    if (store == KVQ_STORE_OSCAR2) {
+        if (i < N/4) {
+            const int h = i/(N/8), r = i % (N/8);
+            return b + r/4*8 + ((r/2) & 1)*4 + h*2 + (r & 1);
+        }
+        const int tier = i < N/2 ? N/4 : N/2, k = (i - tier)/(N/16), r = (i - tier) % (N/16);
+        return b + (tier == N/4 ? N/32 + r/2 : N/16 + r/2*2 + (k >> 2))*8 + (k & 3)*2 + (r & 1);
+    }
     return coordinate;
 }
 // coordinate of the even position 8j + 2t
@@ -142,6 +150,30 @@ template <int BITS, typename S> static __device__ __forceinline__ void kvq_fill_
     }
 }
 
+template <typename S> static __device__ __forceinline__ void kvq_fill_tiers(
+        const char * raw, const int stride, const int shift0, const int shift1, char * tile, const int warp, const int lane) {
+    constexpr int CHUNKS = S::N/8;
+    const int q = lane >> 3, tk = lane & 7;
+    const kvq_tier_tables tiers(lane);
+    const kvq_tables<4, 128> table;
+#pragma unroll
+    for (int pass = 0; pass < S::TILE/32; ++pass) {
+        const int tok = (pass*4 + warp)*8 + tk;
+        const char * row = raw + tok*stride + ((tok & 1) ? shift1 : shift0);
+#pragma unroll
+        for (int b = 0; b < S::D/S::N; ++b) {
+            const char * block = row + b*kvq_block<KVQ_TIERS, S::N>::bytes;
+            const uint32_t bits = kvq_ld16(block + S::N/4), two = tiers.two(bits), one = tiers.one(bits);
+            const __half2 d = __float2half2_rn(__half2float(__ushort_as_half((unsigned short) (bits & KVQ_TIER_SCALE_MASK)))*0.03125f);
+#pragma unroll
+            for (int i = 0; i < CHUNKS/4; ++i) {
+                const int u = q + 4*i, c = b*CHUNKS + u;
+                *(uint4 *) (tile + (c/8)*S::PANEL_BYTES + tok*128 + ((c ^ tk) & 7)*16) = kvq_tier_chunk<S::N>(table, block, u, d, two, one);
+            }
+        }
+    }
+}
+
 template <typename S> static __device__ __forceinline__ void kvq_fill_tile(
         const int store, const char * raw, const int stride, const int shift0, const int shift1, char * tile, const int warp, const int lane) {
     if (store == KVQ_STORE_TURBO2) {
@@ -150,6 +182,8 @@ template <typename S> static __device__ __forceinline__ void kvq_fill_tile(
         kvq_fill_turbo<3, S>(raw, stride, shift0, shift1, tile, warp, lane);
     } else if (store == KVQ_STORE_TURBO4) {
         kvq_fill_turbo<4, S>(raw, stride, shift0, shift1, tile, warp, lane);
+    } else if (store == KVQ_STORE_OSCAR2) {
+        kvq_fill_tiers<S>(raw, stride, shift0, shift1, tile, warp, lane);
     } else {
 #pragma unroll 4
         for (int i = warp*32 + lane; i < S::TILE*S::D/8; i += 128) {

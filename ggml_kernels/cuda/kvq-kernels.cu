@@ -1,7 +1,7 @@
 // Look-up of the compiled attention kernels; instances/ holds one file per entry.
 #include "kvq-launch.cuh"
 
-#define KVQ_FOR_EACH_PAIR(X) X(2, 2) X(2, 3) X(2, 4) X(3, 2) X(3, 3) X(3, 4) X(4, 2) X(4, 3) X(4, 4)
+#define KVQ_FOR_EACH_PAIR(X) X(2, 2) X(2, 3) X(2, 4) X(3, 2) X(3, 3) X(3, 4) X(4, 2) X(4, 3) X(4, 4) X(5, 2) X(5, 3) X(5, 4)
 #define KVQ_FOR_EACH_HEAD(X) X(64) X(80) X(96) X(112) X(128) X(192) X(256) X(512) X(576)
 
 #define KVQ_DECLARE(K, V) kvq_decode_entry kvq_find_decode_##K##V(int dk, int dv, bool v_is_k);

@@ -57,7 +57,8 @@ static inline int kvq_head_block(const int d) {
 
 // Bytes of one head's slice of a token.
 static inline int kvq_slice_bytes(const int store, const int d, const int n) {
-    return store == KVQ_STORE_F16 ? 2*d : store == KVQ_STORE_Q8_0 ? d/32*34 : d/n*(n*store/8 + 2);
+    const int bits = store == KVQ_STORE_OSCAR2 ? 2 : store;
+    return store == KVQ_STORE_F16 ? 2*d : store == KVQ_STORE_Q8_0 ? d/32*34 : d/n*(n*bits/8 + 2);
 }
 
 static inline bool kvq_is_turbo(const int store) { return store <= KVQ_STORE_TURBO4; }
@@ -126,7 +127,7 @@ static inline bool kvq_plan_decode_linear(kvq_fattn_args & a, const kvq_decode_e
 }
 
 static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & out) {
-    if (!kvq_is_turbo(a.k.store) || !kvq_is_turbo(a.v.store)) {
+    if (!(kvq_is_turbo(a.k.store) || a.k.store == KVQ_STORE_OSCAR2) || !kvq_is_turbo(a.v.store)) {
         return false;
     }
     const kvq_decode_entry pair = kvq_find_decode(a.k.store, a.v.store, dk, dv, a.v_is_k);

@@ -26,7 +26,7 @@ template <uint32_t SEL> static __device__ __forceinline__ __half2 kvq_two_levels
 
 // What a tile's halves must be multiplied by: levels go in as level*d/32, which keeps the scale exact.
 static __device__ __forceinline__ float kvq_tile_factor(const int store) {
-    return store == 2 ? 32.0f/kvq_scale_of<2>() : store == 3 ? 32.0f/kvq_scale_of<3>() : store == 4 ? 32.0f/kvq_scale_of<4>() : 1.0f;
+    return store == 2 ? 32.0f/kvq_scale_of<2>() : store == 3 ? 32.0f/kvq_scale_of<3>() : store == 4 ? 32.0f/kvq_scale_of<4>() : store == KVQ_STORE_OSCAR2 ? 32.0f/KVQ_TIER_SCALE : 1.0f;
 }
 
 // Dequantises TILE token rows of D values into halves of row stride D + 8. shift0, shift1: where the slice of even and
@@ -73,6 +73,85 @@ template <int BITS, int D, int N, int TILE, int THREADS> static __device__ __for
     }
 }
 
+// The 8 values of chunk u of an oscar2 block, two a word; chunks are units of 16 bits, those of the first tier pairs of
+// units, those of the last half a unit. d: scale/32. words: levels of the tiers of 2 and 1 bits.
+template <int N> static __device__ __forceinline__ uint4 kvq_tier_chunk(
+        const kvq_tables<4, 128> & table, const char * block, const int u, const __half2 d, const uint32_t two, const uint32_t one) {
+    using P = kvq_tier_block<N>;
+    __half2 w[4];
+    if (u < N/32) {
+        const uint32_t r0 = table.one(kvq_ld16(block + 4*u)), r1 = table.one(kvq_ld16(block + 4*u + 2));
+        w[0] = kvq_two_levels<0x4240>(r0, d);
+        w[1] = kvq_two_levels<0x4341>(r0, d);
+        w[2] = kvq_two_levels<0x4240>(r1, d);
+        w[3] = kvq_two_levels<0x4341>(r1, d);
+    } else if (u < N/16) {
+        const uint32_t lo = kvq_ld16(block + P::two + 2*(u - N/32));
+        const uint32_t r0 = kvq_prmt(two ^ 0x80808080u, two ^ 0x80808080u, lo & 0x3333u), r1 = kvq_prmt(two ^ 0x80808080u, two ^ 0x80808080u, (lo >> 2) & 0x3333u);
+        w[0] = kvq_two_levels<0x4240>(r0, d);
+        w[1] = kvq_two_levels<0x4240>(r1, d);
+        w[2] = kvq_two_levels<0x4341>(r0, d);
+        w[3] = kvq_two_levels<0x4341>(r1, d);
+    } else {
+        const int v = u - N/16;
+        const __half2 x = __hmul2(__float2half2_rn(float(int8_t(one & 0xFF))), d);      // of code 0; code 1 flips the sign
+        const uint32_t lo = kvq_ld16(block + P::one + 2*(v >> 1)) >> (4*(v & 1)), bytes = kvq_prmt(lo, 0, 0x1404);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const uint32_t flipped = *(const uint32_t *) &x ^ ((bytes << (7 - k)) & 0x80008000u);
+            w[k] = *(const __half2 *) &flipped;
+        }
+    }
+    return *(const uint4 *) w;
+}
+
+// The same tile for oscar2: a lane a coordinate where the planes are odd, else a lane a chunk.
+template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_tiers(
+        const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
+    using P = kvq_tier_block<N>;
+    constexpr int SD = D + 8, PER = THREADS/TILE, BYTES = kvq_block<KVQ_TIERS, N>::bytes;
+    const int q = tid % PER, tok = tid/PER;
+    const kvq_tier_tables tiers(tid & 31);
+    const kvq_tables<4, 128> table;
+#pragma unroll
+    for (int b = 0; b < D/N; ++b) {
+        const char * block = raw + tok*stride + ((tok & 1) ? shift1 : shift0) + b*BYTES;
+        const uint32_t bits = kvq_ld16(block + N/4), two = tiers.two(bits), one = tiers.one(bits);
+        const float scale = __half2float(__ushort_as_half((unsigned short) (bits & KVQ_TIER_SCALE_MASK)))*0.03125f;
+        __half * out = tile + tok*SD + b*N;
+        if constexpr (N % 32 == 0) {
+            const __half2 d = __float2half2_rn(scale);
+            for (int u = q; u < N/8; u += PER) {
+                const uint4 w = kvq_tier_chunk<N>(table, block, u, d, two, one);
+                const bool four = u < N/32;
+                const int v = u < N/16 ? u - N/32 : (u - N/16) >> 1;
+                // pairs k of a chunk: a tier's parts k, and for the first tier two units of two parts
+                uint32_t * at = (uint32_t *) (four ? out + 4*u : u < N/16 ? out + N/4 + 2*v : out + N/2 + ((u & 1)*4)*(N/16) + 2*v);
+                const int step = four ? N/16 : N/32;
+                at[0]                     = w.x;
+                at[step]                  = w.y;
+                at[four ? 1 : 2*step]     = w.z;
+                at[four ? 1 + step : 3*step] = w.w;
+            }
+        } else {
+            for (int i = q; i < N; i += PER) {
+                int level;
+                if (i < N/4) {
+                    const int code = block[i % (N/8)] >> (4*(i/(N/8)));
+                    level = int(table.one(uint32_t(code & 15)) & 0xFFu) - 128;
+                } else if (i < N/2) {
+                    const int r = i - N/4, code = (block[P::two + r % (N/16)] >> (2*(r/(N/16)))) & 3;
+                    level = int8_t(two >> (8*code));
+                } else {
+                    const int r = i - N/2, code = (block[P::one + r % (N/16)] >> (r/(N/16))) & 1;
+                    level = int8_t(one >> (8*code));
+                }
+                out[i] = __float2half_rn(float(level)*scale);
+            }
+        }
+    }
+}
+
 template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_tile(
         const int store, const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
     constexpr int SD = D + 8;
@@ -82,6 +161,8 @@ template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__
         kvq_dequantise_turbo<3, D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
     } else if (store == KVQ_STORE_TURBO4) {
         kvq_dequantise_turbo<4, D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
+    } else if (store == KVQ_STORE_OSCAR2) {
+        kvq_dequantise_tiers<D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
     } else {
         for (int i = tid; i < TILE*D/2; i += THREADS) {
             const int tok = i/(D/2), c = i % (D/2);

@@ -69,7 +69,11 @@ static __device__ __forceinline__ void kvq_write_block(const kvq_rows_args & a, 
         kvq_split_other(a, i, at);
         dst = a.dst + at[0]*BYTES + at[1]*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3];
     }
-    kvq_quantise_warp<BITS, N>(x, (uint8_t *) dst, buf, codes, lane);
+    if constexpr (BITS == KVQ_TIERS) {
+        kvq_quantise_tiers<N>(x, (uint8_t *) dst, buf, codes, lane);
+    } else {
+        kvq_quantise_warp<BITS, N>(x, (uint8_t *) dst, buf, codes, lane);
+    }
 }
 
 template <int BITS, int N, typename T>
@@ -103,6 +107,7 @@ static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_two(const 
     switch (a.bits) {
         case 2:  kvq_write_block<2, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
         case 3:  kvq_write_block<3, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+        case KVQ_TIERS: kvq_write_block<KVQ_TIERS, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
         default: kvq_write_block<4, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
     }
 }
@@ -128,7 +133,11 @@ static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_read_rows(const 
     }
     char * dst = a.dst + int64_t(at[0])*N*a.nb_dst[0] + at[1]*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3];
     float x[kvq_hadamard<N>::regs];
-    kvq_dequantise_warp<BITS, N>((const uint8_t *) src, x, buf[warp], lane);
+    if constexpr (BITS == KVQ_TIERS) {
+        kvq_dequantise_tiers_warp<N>((const uint8_t *) src, x, lane);
+    } else {
+        kvq_dequantise_warp<BITS, N>((const uint8_t *) src, x, buf[warp], lane);
+    }
 #pragma unroll
     for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
         if (r*32 + lane < N) {
@@ -157,6 +166,8 @@ static kvq_rows_kernel kvq_find_write(const ggml_type type, const ggml_type from
     switch ((int) type) {
 #define KVQ_CASE_WRITE(E, F, NAME, FAMILY, BITS, N, BYTES) case GGML_TYPE_##E: return from == GGML_TYPE_F16 ? kvq_write_rows<BITS, N, __half> : kvq_write_rows<BITS, N, float>;
         KVQ_FOR_EACH_TURBO_TYPE(KVQ_CASE_WRITE)
+#define KVQ_CASE_WRITE_TIERS(E, F, NAME, FAMILY, CODE, N, BYTES) KVQ_CASE_WRITE(E, F, NAME, FAMILY, KVQ_TIERS, N, BYTES)
+        KVQ_FOR_EACH_TIERED_TYPE(KVQ_CASE_WRITE_TIERS)
         default: GGML_ABORT("not a cache type");
     }
 }
@@ -165,6 +176,8 @@ static kvq_rows_kernel kvq_find_read(const ggml_type type, const ggml_type to) {
     switch ((int) type) {
 #define KVQ_CASE_READ(E, F, NAME, FAMILY, BITS, N, BYTES) case GGML_TYPE_##E: return to == GGML_TYPE_F16 ? kvq_read_rows<BITS, N, __half> : kvq_read_rows<BITS, N, float>;
         KVQ_FOR_EACH_TURBO_TYPE(KVQ_CASE_READ)
+#define KVQ_CASE_READ_TIERS(E, F, NAME, FAMILY, CODE, N, BYTES) KVQ_CASE_READ(E, F, NAME, FAMILY, KVQ_TIERS, N, BYTES)
+        KVQ_FOR_EACH_TIERED_TYPE(KVQ_CASE_READ_TIERS)
         default: GGML_ABORT("not a cache type");
     }
 }
@@ -211,7 +224,7 @@ static void kvq_set_index(kvq_rows_args & a, const ggml_tensor * index) {
 static kvq_rows_args kvq_set_rows_args(const ggml_tensor * dst) {
     kvq_rows_args a = kvq_rows_of(dst->src[0], dst, dst->src[0], ggml_blck_size(dst->type));
     kvq_set_index(a, dst->src[1]);
-    a.bits = kvq_bits(dst->type);
+    a.bits = kvq_code(dst->type) == KVQ_TIERED ? KVQ_TIERS : kvq_bits(dst->type);
     return a;
 }
 

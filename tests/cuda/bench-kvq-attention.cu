@@ -1,6 +1,7 @@
 // Checks and times the attention kernels alone, without ggml: random caches, a double-precision reference on the CPU,
 // CUDA graphs, buffers rotated so that the L2 cache holds none of them. Usage: bench-kvq-attention [check|time|decode|prefill|profile]
 #include "kvq-launch.cuh"
+#include "kvq-tiers.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -50,8 +51,16 @@ static void decode_slice(const uint8_t * p, const int store, const int d, const 
     for (int i = 0; i < d; ++i) {
         if (store == KVQ_STORE_F16) { out[i] = half_value(p + 2*i); continue; }
         if (store == KVQ_STORE_Q8_0) { out[i] = half_value(p + i/32*34)*int8_t(p[i/32*34 + 2 + i % 32]); continue; }
-        const uint8_t * b = p + i/n*(n*store/8 + 2);
+        const uint8_t * b = p + i/n*(n*(store == KVQ_STORE_OSCAR2 ? 2 : store)/8 + 2);
         const int c = i % n;
+        if (store == KVQ_STORE_OSCAR2) {
+            const kvq_place place = kvq_place_of(c, n);
+            const int code = b[place.byte] >> place.shift, bits = b[n/4] | (b[n/4 + 1] << 8);
+            const int level = c < n/4 ? KVQ_TIER_LEVELS_4[code & 15] : c < n/2 ? KVQ_TIER_LEVELS_2[4*KVQ_TIER_SPREAD_2(bits) + (code & 3)] : KVQ_TIER_LEVELS_1[2*KVQ_TIER_SPREAD_1(bits) + (code & 1)];
+            const uint16_t scale = uint16_t(bits & 0xFFE0);
+            out[i] = half_value((const uint8_t *) &scale)*level/KVQ_TIER_SCALE;
+            continue;
+        }
         int code;
         if (store == 4) {
             code = c < n/2 ? b[c] & 15 : b[c - n/2] >> 4;
@@ -80,11 +89,11 @@ static void fill_cache(std::vector<uint8_t> & buf, const int store, const int d,
     for (size_t i = 4*words; i < buf.size(); ++i) { buf[i] = uint8_t(rng()); }
     for (size_t s = 0; s < slices; ++s) {
         uint8_t * p = buf.data() + s*bytes;
-        const int step = store == KVQ_STORE_F16 ? 2 : store == KVQ_STORE_Q8_0 ? 34 : n*store/8 + 2;
+        const int step = store == KVQ_STORE_F16 ? 2 : store == KVQ_STORE_Q8_0 ? 34 : n*(store == KVQ_STORE_OSCAR2 ? 2 : store)/8 + 2;
         for (int at = 0; at < bytes; at += step) {
             const float r = 0.5f + (rng() & 0xFFFF)/65536.0f;
             const __half h = __float2half(store == KVQ_STORE_F16 ? 2.0f*(r - 1.0f)*1.7f : store == KVQ_STORE_Q8_0 ? r/70.0f : r);
-            memcpy(p + at + (store <= 4 ? step - 2 : 0), &h, 2);
+            memcpy(p + at + (store <= KVQ_STORE_OSCAR2 ? step - 2 : 0), &h, 2);
         }
     }
 }
@@ -324,6 +333,7 @@ int main(int argc, char ** argv) {
     if (mode == "all" || mode == "check") {
         for (int s : { 2, 3, 4 }) { for (int d : { 128, 64, 256, 80, 96, 112 }) { check(P(d, s, s, 8, 4, 1, 1, 1000)); } }
         for (int ks : { 2, 3, 4, 8, 16 }) { for (int vs : { 2, 3, 4, 8, 16 }) { if (ks != vs || ks < 5) { check(P(128, ks, vs, 2, 4, 2, 1, 517)); check(P(128, ks, vs, 2, 4, 70, 1, 517)); check(P(64, ks, vs, 3, 3, 200, 2, 1021)); } } }
+        for (int d : { 128, 64, 256, 80, 96, 112, 192 }) { for (int tok : { 1, 2, 20, 130 }) { check(P(d, 5, 2, 8, 4, tok, 1, 1000)); check(P(d, 5, 2, 8, 4, tok, 1, 4096)); if (d % 32 == 0) { check(P(d, 5, tok == 1 ? 3 : 8, 2, 4, tok, 2, 777)); } } }
         for (int gqa : { 1, 2, 3, 5, 6, 7, 8, 12, 16 }) { check(P(128, 3, 3, 2, gqa, 1, 1, 777)); }
         for (int tok : { 2, 3, 4, 8, 9, 17, 33, 130, 300 }) { for (int s : { 2, 3, 4 }) { check(P(128, s, s, 8, 4, tok, 1, 901)); } }
         for (int hkv : { 1, 3, 5, 10 }) { for (int s : { 2, 3, 4 }) { check(P(64, s, s, hkv, 3, 1, 3, 333)); } }
@@ -366,6 +376,9 @@ int main(int argc, char ** argv) {
         }
         for (int n_kv : { 256, 512, 768, 1024, 4096, 32768, 131072 }) { for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, 1, 1, n_kv), rate); } }
         timing(P(128, 4, 3, 8, 4, 1, 1, 131072), rate);
+        for (int n_kv : { 256, 4096, 32768, 131072 }) { timing(P(128, 5, 2, 8, 4, 1, 1, n_kv), rate); }
+        timing(P(128, 5, 2, 8, 4, 1, 8, 32768), rate);
+        timing(P(128, 5, 2, 8, 4, 512, 1, 32768), rate);
         for (int tok : { 2, 4, 8 }) { for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, tok, 1, 131072), rate); } }
         for (int s : { 2, 3, 4 }) { timing(P(128, s, s, 8, 4, 1, 8, 32768), rate); }
         for (int s : { 2, 3, 4 }) { timing(P(64, s, s, 8, 4, 1, 1, 131072), rate); timing(P(256, s, s, 4, 4, 1, 1, 65536), rate); }

@@ -119,7 +119,7 @@ static void report(const bool good, const std::string & what) {
 static std::vector<ggml_type> cache_types() {
     return {
 #define KVQ_TYPE(E, F, NAME, FAMILY, BITS, N, BYTES) GGML_TYPE_##E,
-        KVQ_FOR_EACH_TURBO_TYPE(KVQ_TYPE)
+        KVQ_FOR_EACH_CACHE_TYPE(KVQ_TYPE)
 #undef KVQ_TYPE
     };
 }
@@ -255,7 +255,7 @@ static void check_attention(const attention & p) {
     const bytes a = compute(gpu, build), b = compute(cpu, build);
     const double e = relative_error(a, b);
     // int8 products with 16-bit queries and weights stay below 1e-3, the f16 tiles of larger batches and mixed types below 1e-2
-    const double limit = p.tokens*p.gqa <= 32 && kvq_bits(p.tk) > 0 && kvq_bits(p.tk) == kvq_bits(p.tv) ? 1e-3 : 1e-2;
+    const double limit = p.tokens*p.gqa <= 32 && kvq_is_cache_type(p.tk) && kvq_value_type(p.tk) == p.tv ? 1e-3 : 1e-2;
     char s[64];
     snprintf(s, sizeof(s), "error %.2e above %.0e: ", e, limit);
     report(e < limit, s + text(p));
@@ -289,8 +289,10 @@ static void check_write_and_attention(const attention & p) {
     report(e < 1e-3, s + text(p));
 }
 
+static const int OSCAR2 = 5;       // in place of bits
+
 static ggml_type member(const int bits, const int d) {
-    return kvq_type_for_head(bits == 2 ? GGML_TYPE_TURBO2_128 : bits == 3 ? GGML_TYPE_TURBO3_128 : GGML_TYPE_TURBO4_128, d);
+    return kvq_type_for_head(bits == 2 ? GGML_TYPE_TURBO2_128 : bits == 3 ? GGML_TYPE_TURBO3_128 : bits == 4 ? GGML_TYPE_TURBO4_128 : GGML_TYPE_OSCAR2_128, d);
 }
 static ggml_type type_of(const int store, const int d) {
     return store == 16 ? GGML_TYPE_F16 : store == 8 ? GGML_TYPE_Q8_0 : member(store, d);
@@ -315,6 +317,12 @@ static void check_all(const bool quick) {
         }
         check_attention(P(16, 3, 128, 2, 4, 1, 1, 100));
         check_attention(P(4, 8, 96, 1, 4, 1, 1, 100));
+        check_rows(member(OSCAR2, 128));
+        check_rows(member(OSCAR2, 80));
+        check_attention(P(OSCAR2, 2, 128, 8, 4, 1, 1, 256));
+        check_attention(P(OSCAR2, 2, 128, 8, 4, 1, 1, 896));
+        check_attention(P(OSCAR2, 2, 80, 2, 4, 1, 1, 100));
+        check_attention(P(OSCAR2, 3, 64, 2, 4, 40, 1, 200));
         attention p = P(3, 3, 256, 2, 4, 9, 1, 140);
         p.sinks = true;
         check_attention(p);
@@ -335,6 +343,33 @@ static void check_all(const bool quick) {
                 }
             }
         }
+    }
+    // oscar2 is a type of keys
+    for (const int v : stores) {
+        for (const int d : { 64, 128, 256, 96 }) {
+            for (const int tokens : { 1, 3, 20, 64 }) {
+                check_attention(P(OSCAR2, v, d, 2, 4, tokens, 1, 333));
+            }
+        }
+    }
+    for (const int d : { 64, 80, 96, 112, 128, 192, 256, 512 }) {
+        for (const int tokens : { 1, 2, 8, 40 }) {
+            check_attention(P(OSCAR2, 2, d, 2, 2, tokens, 2, 261));
+        }
+    }
+    for (const int tokens : { 1, 20, 130 }) {
+        for (const int d : { 64, 96, 112, 128 }) {
+            check_attention(P(OSCAR2, 2, d, 2, 4, tokens, 1, 6000));
+        }
+    }
+    for (const int n_kv : { 64, 256, 768, 832, 2048 }) {
+        for (const int tokens : { 1, 2 }) {
+            check_attention(P(OSCAR2, 2, 128, 8, 4, tokens, 2, n_kv));
+            check_attention(P(OSCAR2, 3, 64, 8, 3, tokens, 1, n_kv));
+            attention p = P(OSCAR2, 2, 128, 8, 3, tokens, 1, n_kv);
+            p.sinks = true; p.softcap = 15.0f; check_attention(p);
+        }
+        check_write_and_attention(P(OSCAR2, 2, 128, 8, 4, 1, 1, n_kv));
     }
     for (const int s : { 2, 3, 4 }) {
         for (const int d : { 64, 80, 96, 112, 128, 192, 256, 512 }) {
@@ -449,19 +484,19 @@ static void time_all() {
     const double copy = seconds_of(gpu, [&](graph_build & b, int) { return ggml_dup(b.ctx, b.input(GGML_TYPE_F32, { int64_t(1) << 28 }, big)); }, 2, 9);
     const double rate = 2.0*double(big.size())/copy;
     printf("copy %.0f GB/s, read plus written\n", rate*1e-9);
-    const ggml_type types[] = { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128 };
+    const ggml_type types[] = { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 };
     for (const int n_kv : { 256, 4096, 32768, 131072 }) {
         for (const ggml_type t : types) {
-            time_attention(t, t, 1, 1, n_kv, rate);
+            time_attention(t, kvq_value_type(t), 1, 1, n_kv, rate);
         }
     }
     for (const int tokens : { 2, 4, 8, 512 }) {
         for (const ggml_type t : types) {
-            time_attention(t, t, tokens, 1, 32768, rate);
+            time_attention(t, kvq_value_type(t), tokens, 1, 32768, rate);
         }
     }
     for (const ggml_type t : types) {
-        time_attention(t, t, 1, 8, 32768, rate);
+        time_attention(t, kvq_value_type(t), 1, 8, 32768, rate);
     }
     for (const int rows : { 1, 512 }) {
         const bytes x = gaussian(size_t(1024)*rows, 1.0f);

@@ -74,6 +74,22 @@ def test_logits_are_the_cpus(engine, models, reference, kv_type, layers):
     assert close_to(engine, run(engine, models[layers], kv_type), reference(kv_type)) < 2e-3
 
 
+@pytest.mark.parametrize("kv_type", ["oscar2", ("oscar2", "turbo4"), "turbo3"])
+def test_calibrated_keys(engine, path, tmp_path, kv_type):
+    """With a random transform of every head in a sidecar: oscar2, which needs one, and a type that takes one."""
+    from calibrated import metadata, random_layers, write_sidecar
+    copy = tmp_path / "calibrated.gguf"
+    shutil.copy(path, copy)
+    write_sidecar(copy, metadata(copy, random_layers(range(LAYERS), 8, 128, 1.3)))
+    rows = []
+    for layers in (0, 99):
+        with engine.Model(copy, gpu_layers=layers) as model:
+            with engine.Context(model, ROOM, kv_type) as context:
+                assert context.info().calibrated
+            rows.append(run(engine, model, kv_type))
+    assert close_to(engine, rows[1], rows[0]) < 1e-2
+
+
 @pytest.mark.parametrize("kv_type", TYPES)
 def test_cache_kept_on_the_host(engine, models, reference, kv_type):
     assert close_to(engine, run(engine, models[99], kv_type, offload=False), reference(kv_type)) < 2e-3
