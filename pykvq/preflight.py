@@ -18,9 +18,10 @@ _DRAFT_V = ("-ctvd", "--cache-type-v-draft", "--spec-draft-type-v")
 _FLASH, _CONTEXT, _LAYERS = ("-fa", "--flash-attn"), ("-c", "--ctx-size"), ("-ngl", "--gpu-layers", "--n-gpu-layers")
 _TYPED = {*_TYPE_K, *_TYPE_V, *_DRAFT_K, *_DRAFT_V}
 _VALUED = {*_MODEL, *_DRAFT_MODEL, *_TYPED, *_CONTEXT, *_LAYERS}
+_KVQ = ("--kvq",)
 # what llama.cpp's programs read where an option is absent
 _ENVIRONMENT = {_MODEL: "LLAMA_ARG_MODEL", _TYPE_K: "LLAMA_ARG_CACHE_TYPE_K", _TYPE_V: "LLAMA_ARG_CACHE_TYPE_V",
-                _FLASH: "LLAMA_ARG_FLASH_ATTN", _CONTEXT: "LLAMA_ARG_CTX_SIZE", _LAYERS: "LLAMA_ARG_N_GPU_LAYERS"}
+                _FLASH: "LLAMA_ARG_FLASH_ATTN", _CONTEXT: "LLAMA_ARG_CTX_SIZE", _LAYERS: "LLAMA_ARG_N_GPU_LAYERS", _KVQ: "LLAMA_ARG_KVQ"}
 _GPU_LIBRARIES = ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "cann", "opencl", "rpc")
 
 
@@ -42,6 +43,9 @@ def complaint(arguments: Sequence[str], program: str = "llama-server") -> str | 
         quantised = next(filter(is_quantised, (*types_v, draft_v) if draft else types_v), None)
         if quantised and {"off", "0", "false", "disabled"} & {*_value(arguments, _FLASH, "auto").split(",")}:
             return f"a V cache of type {quantised} needs flash attention; leave --flash-attn on or auto, or use --cache-type-v f16"
+        kvq = _value(arguments, _KVQ, "auto")
+        if kvq not in ("auto", "off"):
+            return f"--kvq takes auto or off, not {kvq}"
         model, context = _value(arguments, _MODEL, ""), _value(arguments, _CONTEXT, "0")
         if context[:1] == "-" and context[1:].isdecimal():
             return f"a context of {context} tokens is none; use 0 for the model's own or a positive number"

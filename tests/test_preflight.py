@@ -22,7 +22,7 @@ def test_unknown_type(option):
 
 @pytest.mark.parametrize("option", ["-ctk", "--cache-type-v", "--cache-type-k-draft"])
 def test_option_without_a_value(option):
-    assert complaint(["-m", "x.gguf", option]).startswith(f"{option} needs a value: turbo2, turbo3, turbo4, f32")
+    assert complaint(["-m", "x.gguf", option]).startswith(f"{option} needs a value: turbo2, turbo3, turbo4, oscar2, f32")
     assert complaint(["-m"]) == "-m needs a value"
 
 
@@ -64,6 +64,13 @@ def test_draft_model_is_looked_at_too(tmp_path, smollm2):
 
 def test_draft_type_without_a_draft_model_is_no_matter():
     assert complaint(["-ctvd", "turbo3", "-fa", "off"]) is None
+
+
+def test_unknown_kvq_mode(monkeypatch):
+    assert complaint(["--kvq", "off"]) is None
+    assert complaint(["--kvq", "on"]) == "--kvq takes auto or off, not on"
+    monkeypatch.setenv("LLAMA_ARG_KVQ", "yes")
+    assert "not yes" in complaint([])
 
 
 def test_negative_context():

@@ -104,8 +104,9 @@ std::string llama_kv_cache::kvq_calibration() const {
         n_bare       += keys && l.key_bias == 1 && !l.calibrated;
     }
     if (n_bare) {
-        LLAMA_LOG_WARN("kvq: the keys of this model have a bias, which few bits cannot hold, and it stays in them (%s): expect wrong answers; run: %s\n",
-            kvq->bias_stays.c_str(), kvq_embed_command(model, false).c_str());
+        const bool chosen = kvq->bias_stays == KVQ_OFF;
+        LLAMA_LOG_WARN("kvq: the keys of this model have a bias, which few bits cannot hold, and it stays in them (%s): expect wrong answers%s%s\n",
+            kvq->bias_stays.c_str(), chosen ? "" : "; run: ", chosen ? "" : (kvq_embed_command(model, true) + " --key-bias none").c_str());
     }
     std::string text = n_omitted ? "; key bias left out of the keys" : "";
     if (n_calibrated) {

@@ -217,7 +217,7 @@ void llama_kv_cache::kvq_load() {
         if (kvq_model_key_bias(model, il)) {
             has_bias = true;
             if (transforms->bias_stays.empty()) {
-                transforms->bias_stays = g_off ? "--kvq off" : kvq_bias_obstacle(model, *g_cparams, il, layers[i].k->type, layers[i].v->type);
+                transforms->bias_stays = g_off ? KVQ_OFF : kvq_bias_obstacle(model, *g_cparams, il, layers[i].k->type, layers[i].v->type);
             }
         } else if (model.layers[il].wqkv_b) {
             transforms->bias_stays = "it is fused with that of queries and values";

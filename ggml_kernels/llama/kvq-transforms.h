@@ -21,6 +21,8 @@ struct kvq_layer {
     uint32_t hash = 0;              // of all this, for saved states; 0: keys are stored as they are
 };
 
+constexpr const char * KVQ_OFF = "--kvq off";   // a reason that needs no remedy
+
 struct kvq_transforms {
     std::vector<kvq_layer> layers;    // as the cache's own layers
     std::string source;               // where calibrated data came from; empty: none
