@@ -239,8 +239,9 @@ void llama_kv_cache::kvq_load() {
     if (tiered && !calibrated) {
         throw std::runtime_error(metadata.empty()
             ? format("cache type oscar2 needs calibrated keys, which this model does not carry; run: %s", kvq_embed_command(model, false).c_str())
-            : metadata.complaint("kvq.key_bias", format("measured on keys %s their bias, which %s here", omit_bias ? "with" : "without",
-                omit_bias ? "is left out" : "stays")));
+            : format("kvq.key_bias of %s: measured on keys %s their bias, which %s here; run: %s%s", metadata.source().c_str(),
+                omit_bias ? "with" : "without", omit_bias ? "is left out" : "stays", kvq_embed_command(model, true).c_str(),
+                omit_bias ? "" : " --key-bias none"));
     }
     transforms->source = calibrated ? metadata.source() : "";
 
