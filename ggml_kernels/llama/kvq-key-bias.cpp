@@ -5,6 +5,7 @@
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
+#include "llama-arch.h"
 #include "llama-cparams.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
@@ -34,11 +35,16 @@ static bool device_supports(const llama_model & model, int32_t il, ggml_type typ
     return ggml_backend_dev_supports_op(model.dev_layer(il), attention);
 }
 
-std::string kvq_bias_obstacle(const llama_model & model, const llama_cparams & cparams, int32_t il, ggml_type type_k, ggml_type type_v) {
-    // builders whose keys are W x + b, then RoPE, then the cache
-    const bool plain = model.arch == LLM_ARCH_QWEN2 || model.arch == LLM_ARCH_QWEN2MOE;
+std::string kvq_bias_obstacle(const llama_model & model, const llama_cparams & cparams, int32_t il, bool measured, ggml_type type_k,
+        ggml_type type_v) {
+    // Measured: exact whatever the builder does, but one RoPE must turn all layers, and only the plain cache gets positions.
+    // Else: builders whose keys are W x + b, then RoPE, then the cache.
+    const bool plain = measured
+        ? model.hparams.swa_type == LLAMA_SWA_TYPE_NONE && !llm_arch_is_hybrid(model.arch)
+        : (model.arch == LLM_ARCH_QWEN2 || model.arch == LLM_ARCH_QWEN2MOE) && !model.layers[il].wqkv
+            && kvq_model_key_bias(model, il)->type == GGML_TYPE_F32;
     const bool rope  = model.hparams.rope_type == LLAMA_ROPE_TYPE_NEOX || model.hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
-    if (!plain || !rope || model.layers[il].wqkv || kvq_model_key_bias(model, il)->type != GGML_TYPE_F32) {
+    if (!plain || !rope) {
         return format("the architecture %s is not known for it", model.arch_name().c_str());
     }
     if (!cparams.flash_attn) {
@@ -53,11 +59,24 @@ std::string kvq_bias_obstacle(const llama_model & model, const llama_cparams & c
     return "";
 }
 
-std::vector<float> kvq_rope_table(const llama_model & model, const llama_cparams & cparams, int32_t il) {
-    const int64_t n_rot = model.hparams.n_rot(il), n = KVQ_ROPE_STEP + KVQ_ROPE_STEPS;
-    const bool interleaved = model.hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
-    const auto first  = [&](int64_t i) { return interleaved ? 2*i : i; };
-    const auto second = [&](int64_t i) { return interleaved ? 2*i + 1 : i + n_rot/2; };
+kvq_rope::kvq_rope(const llama_model & model, const llama_cparams & cparams, int32_t il)
+    : factors(model.get_rope_factors(cparams, il)), n_rot((int) model.hparams.n_rot(il)), mode(model.hparams.rope_type),
+      n_ctx_orig((int) cparams.n_ctx_orig_yarn), freq_base(model.get_rope_freq_base(cparams, il)),
+      freq_scale(model.get_rope_freq_scale(cparams, il)), ext_factor(cparams.yarn_ext_factor), attn_factor(cparams.yarn_attn_factor),
+      beta_fast(cparams.yarn_beta_fast), beta_slow(cparams.yarn_beta_slow) {}
+
+bool kvq_rope::interleaved() const {
+    return mode == LLAMA_ROPE_TYPE_NORM;
+}
+
+ggml_tensor * kvq_rope::turn(ggml_context * ctx, ggml_tensor * x, ggml_tensor * pos) const {
+    return ggml_rope_ext(ctx, x, pos, factors, n_rot, mode, n_ctx_orig, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow);
+}
+
+std::vector<float> kvq_rope::table() const {
+    const int64_t n = KVQ_ROPE_STEP + KVQ_ROPE_STEPS;
+    const auto first  = [&](int64_t i) { return interleaved() ? 2*i : i; };
+    const auto second = [&](int64_t i) { return interleaved() ? 2*i + 1 : i + n_rot/2; };
 
     ggml_context_ptr ctx(ggml_init({ (size_t) (4*n*n_rot*sizeof(float) + (1 << 20)), nullptr, false }));
     ggml_tensor * x   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_rot, 1, n);
@@ -69,9 +88,7 @@ std::vector<float> kvq_rope_table(const llama_model & model, const llama_cparams
             ((float *) x->data)[j*n_rot + second(i)] = 0.0f;
         }
     }
-    ggml_tensor * y = ggml_rope_ext(ctx.get(), x, pos, model.get_rope_factors(cparams, il), (int) n_rot, model.hparams.rope_type,
-        cparams.n_ctx_orig_yarn, model.get_rope_freq_base(cparams, il), model.get_rope_freq_scale(cparams, il),
-        cparams.yarn_ext_factor, cparams.yarn_attn_factor, cparams.yarn_beta_fast, cparams.yarn_beta_slow);
+    ggml_tensor * y = turn(ctx.get(), x, pos);
     ggml_cgraph * graph = ggml_new_graph(ctx.get());
     ggml_build_forward_expand(graph, y);
     ggml_backend_ptr backend(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
@@ -117,14 +134,15 @@ void kvq_add_key_bias(ggml_context * ctx, ggml_tensor * attention, const kvq_key
 
 bool llama_kv_cache::kvq_omits_key_bias(int32_t il) const {
     const auto it = map_layer_ids.find(il);
-    return it != map_layer_ids.end() && layers[it->second].kvq->bias;
+    return it != map_layer_ids.end() && layers[it->second].kvq->bias && !layers[it->second].kvq->subtract;
 }
 
 ggml_tensor * llama_kv_cache::kvq_build_input_pos(ggml_context * ctx, uint32_t n_kv, const slot_info & sinfo) const {
     if (!kvq->trig) {
         return nullptr;
     }
-    ggml_tensor * pos = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_kv, sinfo.s1 - sinfo.s0 + 1);
+    // of the cells of every stream, then as many rows for those of the batch's tokens, which are fewer
+    ggml_tensor * pos = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_kv, 2*(sinfo.s1 - sinfo.s0 + 1));
     ggml_set_input(pos);
     ggml_set_name(pos, "kvq_inp_pos");
     return pos;
@@ -132,11 +150,16 @@ ggml_tensor * llama_kv_cache::kvq_build_input_pos(ggml_context * ctx, uint32_t n
 
 void llama_kv_cache::kvq_set_input_pos(ggml_tensor * pos, const slot_info & sinfo) const {
     GGML_ASSERT(ggml_backend_buffer_is_host(pos->buffer));
-    for (int64_t s = 0; s < pos->ne[1]; s++) {
+    const int64_t n_stream = pos->ne[1]/2;
+    int32_t * of_token = (int32_t *) pos->data + n_stream*pos->ne[0];
+    for (int64_t s = 0; s < n_stream; s++) {
         const auto & cells = v_cells[sinfo.s0 + s];
         int32_t * row = (int32_t *) pos->data + s*pos->ne[0];
         for (int64_t i = 0; i < pos->ne[0]; i++) {
             row[i] = cells.is_empty(i) ? 0 : cells.pos_get(i);
+        }
+        for (const uint32_t i : sinfo.idxs[s]) {
+            *of_token++ = cells.pos_get(i);
         }
     }
 }

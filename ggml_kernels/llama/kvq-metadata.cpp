@@ -88,7 +88,7 @@ kvq_metadata::kvq_metadata(const llama_model & model) : model(model) {
     if (!model.hparams.no_alloc) {
         require("kvq.fingerprint", fingerprint(model), "made for another model");
     }
-    if (key_bias() != "none") {
+    if (key_bias() != "none" && key_bias() != "measured") {
         require("kvq.key_bias", "attn_k.bias", "this program cannot remove that key bias");
     }
 }
@@ -196,12 +196,15 @@ kvq_layer_data kvq_metadata::layer(uint32_t il, int64_t n_head_kv, int64_t d) co
     out.k_mean   = read("k.mean",   n_head_kv*d,   true);
     out.k_basis  = read("k.basis",  n_head_kv*d*d, true);
     out.k_lambda = read("k.lambda", n_head_kv*d,   false);
+    const bool measured = key_bias() == "measured";
+    if (measured) {
+        out.k_bias = read("k.bias", n_head_kv*d, true);
+    }
 
-    const bool keys = !out.k_mean.empty() || !out.k_basis.empty() || !out.k_lambda.empty();
     const std::pair<const char *, const std::vector<float> &> parts[] = {
-        { "k.mean", out.k_mean }, { "k.basis", out.k_basis }, { "k.lambda", out.k_lambda } };
+        { "k.mean", out.k_mean }, { "k.basis", out.k_basis }, { "k.lambda", out.k_lambda }, { "k.bias", out.k_bias } };
     for (const auto & [name, x] : parts) {
-        if (keys && x.empty()) {
+        if (any && x.empty() && (measured || &x != &out.k_bias)) {
             throw std::runtime_error(complaint(key(name), "missing, though the layer has other key data"));
         }
     }

@@ -13,6 +13,7 @@ struct kvq_layer_data {
     std::vector<float> k_mean;     // [n_head_kv, d]
     std::vector<float> k_basis;    // [n_head_kv, d, d], row i of a head: coordinate i
     std::vector<float> k_lambda;   // [n_head_kv, d], descending
+    std::vector<float> k_bias;     // [n_head_kv, d], of a measured key bias
     uint32_t hash = 0;             // of the bytes above
 };
 
@@ -25,7 +26,7 @@ public:
     bool empty() const { return values == nullptr; }
     const std::string & source() const { return from; }
 
-    // bias that the keys were without when they were measured: "none" or "attn_k.bias"
+    // bias that the keys were without when they were measured: "none", "attn_k.bias" or "measured"
     std::string key_bias() const;
 
     // Throws std::runtime_error naming key and layer when something is missing, misshapen or not finite.

@@ -154,6 +154,11 @@ static bool has_hooks(llm_arch arch) {
     }
 }
 
+// A constant shift of a query's logits is invisible to softmax, but not to a cap or beside a sink.
+static bool shift_is_seen(const llama_model & model, uint32_t il) {
+    return model.hparams.attn_soft_cap || model.arch == LLM_ARCH_GROK || model.layers[il].attn_sinks;
+}
+
 // Test only: caches of f16 and q8_0 are transformed too, as the type that KVQ_TRANSFORM_FLOAT names.
 static ggml_type transformed_as(ggml_type type) {
     const char * name = getenv("KVQ_TRANSFORM_FLOAT");
@@ -217,7 +222,7 @@ void llama_kv_cache::kvq_load() {
         if (kvq_model_key_bias(model, il)) {
             has_bias = true;
             if (transforms->bias_stays.empty()) {
-                transforms->bias_stays = g_off ? KVQ_OFF : kvq_bias_obstacle(model, *g_cparams, il, layers[i].k->type, layers[i].v->type);
+                transforms->bias_stays = g_off ? KVQ_OFF : kvq_bias_obstacle(model, *g_cparams, il, false, layers[i].k->type, layers[i].v->type);
             }
         } else if (model.layers[il].wqkv_b) {
             transforms->bias_stays = "it is fused with that of queries and values";
@@ -227,21 +232,36 @@ void llama_kv_cache::kvq_load() {
         return;
     }
     const kvq_metadata metadata(model);
-    bool calibrated = !metadata.empty();
-    bool omit_bias  = has_bias && transforms->bias_stays.empty();
-    if (calibrated && omit_bias != (metadata.key_bias() != "none")) {
+    std::string left_out = has_bias && transforms->bias_stays.empty() ? "attn_k.bias" : "none";
+    std::string obstacle = transforms->bias_stays;
+    const std::string wanted = metadata.empty() ? left_out : metadata.key_bias();
+    const bool measured = wanted == "measured";
+    if (measured) {
+        obstacle = "";
+        for (const size_t i : ours) {
+            if (obstacle.empty()) {
+                obstacle = kvq_bias_obstacle(model, *g_cparams, layers[i].il, true, layers[i].k->type, layers[i].v->type);
+            }
+        }
+        if (obstacle.empty()) {
+            left_out = wanted;
+            transforms->bias_stays = "";
+        }
+    }
+    const bool calibrated = !metadata.empty() && wanted == left_out;
+    if (!metadata.empty() && !calibrated) {
         // measured: leaving the bias out gains more than data that were measured with it
-        calibrated = false;
-        LLAMA_LOG_WARN("kvq: calibrated data of %s not used: measured on keys %s their bias, which %s here%s%s%s\n",
-            metadata.source().c_str(), omit_bias ? "with" : "without", omit_bias ? "is left out" : "stays",
-            transforms->bias_stays.empty() ? "" : " (", transforms->bias_stays.c_str(), transforms->bias_stays.empty() ? "" : ")");
+        const std::string why = format("measured on keys %s their bias, which %s here%s%s%s", wanted == "none" ? "with" : "without",
+            wanted == "none" ? "is left out" : "stays", obstacle.empty() ? "" : " (", obstacle.c_str(), obstacle.empty() ? "" : ")");
+        const std::string remedy = kvq_embed_command(model, true) + " --key-bias " + left_out;
+        if (tiered) {
+            throw std::runtime_error(format("kvq.key_bias of %s: %s; run: %s", metadata.source().c_str(), why.c_str(), remedy.c_str()));
+        }
+        LLAMA_LOG_WARN("kvq: calibrated data of %s not used: %s; run: %s\n", metadata.source().c_str(), why.c_str(), remedy.c_str());
     }
     if (tiered && !calibrated) {
-        throw std::runtime_error(metadata.empty()
-            ? format("cache type oscar2 needs calibrated keys, which this model does not carry; run: %s", kvq_embed_command(model, false).c_str())
-            : format("kvq.key_bias of %s: measured on keys %s their bias, which %s here; run: %s%s", metadata.source().c_str(),
-                omit_bias ? "with" : "without", omit_bias ? "is left out" : "stays", kvq_embed_command(model, true).c_str(),
-                omit_bias ? "" : " --key-bias none"));
+        throw std::runtime_error(format("cache type oscar2 needs calibrated keys, which this model does not carry; run: %s",
+            kvq_embed_command(model, false).c_str()));
     }
     transforms->source = calibrated ? metadata.source() : "";
 
@@ -261,8 +281,7 @@ void llama_kv_cache::kvq_load() {
             data[i] = metadata.layer(il, n_head, d);
         }
         if (calibrated && !data[i].k_basis.empty()) {
-            // A constant shift of a query's logits is invisible to softmax, but not to a cap or beside a sink.
-            const bool seen = hparams.attn_soft_cap || model.arch == LLM_ARCH_GROK || model.layers[il].attn_sinks;
+            const bool seen = shift_is_seen(model, il);
             t.k_in = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
             t.q_in = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
             t.mean = seen ? nullptr : ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
@@ -270,11 +289,12 @@ void llama_kv_cache::kvq_load() {
         } else if (tiered) {
             throw std::runtime_error(metadata.complaint(format("kvq.blk.%u.k.basis", il), "missing, and cache type oscar2 needs it"));
         }
-        if (omit_bias && kvq_model_key_bias(model, il)) {
+        t.subtract = left_out == "measured";
+        if (t.subtract ? !data[i].k_bias.empty() : left_out == "attn_k.bias" && kvq_model_key_bias(model, il)) {
             t.bias  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
             t.hash ^= 0x9E3779B1u;
             if (!transforms->trig) {
-                transforms->interleaved = hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
+                transforms->rope = kvq_rope(model, *g_cparams, il);
                 transforms->trig = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, hparams.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS);
             }
         }
@@ -307,11 +327,18 @@ void llama_kv_cache::kvq_load() {
             ggml_backend_tensor_set(t.mean, data[i].k_mean.data(), 0, ggml_nbytes(t.mean));
         }
         if (t.bias) {
-            ggml_backend_tensor_set(t.bias, to_host(kvq_model_key_bias(model, layers[i].il)).data(), 0, ggml_nbytes(t.bias));
+            std::vector<float> b = t.subtract ? data[i].k_bias : to_host(kvq_model_key_bias(model, layers[i].il));
+            for (size_t j = 0; j < b.size(); j++) {
+                // what does not turn shifts all logits of a query alike, and is not returned
+                if (shift_is_seen(model, layers[i].il) && (int64_t) j % t.bias->ne[0] >= transforms->rope.n_rot) {
+                    b[j] = 0.0f;
+                }
+            }
+            ggml_backend_tensor_set(t.bias, b.data(), 0, ggml_nbytes(t.bias));
         }
     }
     if (transforms->trig) {
-        ggml_backend_tensor_set(transforms->trig, kvq_rope_table(model, *g_cparams, layers[ours[0]].il).data(), 0, ggml_nbytes(transforms->trig));
+        ggml_backend_tensor_set(transforms->trig, transforms->rope.table().data(), 0, ggml_nbytes(transforms->trig));
     }
 }
 
@@ -348,7 +375,12 @@ kvq_key_bias llama_kv_cache::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggm
     const kvq_layer & t = *layers[map_layer_ids.at(il)].kvq;
     kvq_key_bias bias;
     if (t.bias) {
-        bias = { q, t.bias, kvq->trig, pos, kvq->interleaved };
+        const int64_t n_kv = pos->ne[0], n_stream = pos->ne[1]/2;
+        bias = { q, t.bias, kvq->trig, ggml_view_2d(ctx, pos, n_kv, n_stream, pos->nb[1], 0), kvq->rope.interleaved() };
+        if (k && t.subtract) {
+            ggml_tensor * of_token = ggml_view_1d(ctx, pos, k->ne[2], n_stream*pos->nb[1]);
+            k = ggml_sub(ctx, k, kvq->rope.turn(ctx, ggml_repeat_4d(ctx, t.bias, k->ne[0], k->ne[1], k->ne[2], 1), of_token));
+        }
     }
     if (t.k_in) {
         q = transformed_queries(ctx, t, q);

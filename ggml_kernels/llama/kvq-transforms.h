@@ -6,6 +6,8 @@
 // attention sink, nearly zero and read by every query, as coarse as the others (measured: twice the divergence).
 #pragma once
 
+#include "kvq-key-bias.h"
+
 #include "ggml-cpp.h"
 
 #include <cstdint>
@@ -18,6 +20,7 @@ struct kvq_layer {
     ggml_tensor * k_in = nullptr;   // [d, d, n_head_kv], row j of a head: column j of F~
     ggml_tensor * q_in = nullptr;   // [d, d, n_head_kv], row j of a head: column j of B~^T
     ggml_tensor * bias = nullptr;   // [d, n_head_kv], left out of the keys
+    bool subtract = false;          // the graph's keys have it: measured, no tensor of the model
     uint32_t hash = 0;              // of all this, for saved states; 0: keys are stored as they are
 };
 
@@ -28,7 +31,7 @@ struct kvq_transforms {
     std::string source;               // where calibrated data came from; empty: none
     std::string bias_stays;           // why the model's key bias is stored with the keys; empty: it is not, or there is none
     ggml_tensor * trig = nullptr;     // [n_rot, positions], see kvq_key_bias
-    bool interleaved = false;
+    kvq_rope rope;                    // of trig
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
 };
 

@@ -10,6 +10,7 @@ from pykvq.calibration import CACHE_KEY_BIAS, KEY_BIAS
 from pykvq.calibration.key_bias import measured_bias
 from pykvq.calibration.metadata import Embedded
 from pykvq.calibration.model_files import splits, tensor
+from pykvq.calibration.rope import NEOX, NORMAL
 from pykvq.calibration.run import Statistics
 from pykvq.calibration.text import text_hash
 from pykvq.calibration.transform import Transform, layer_transform
@@ -18,15 +19,25 @@ from pykvq.gguf_file import GgufFile
 from pykvq.native import llama_commit
 
 
-def best_key_bias(statistics: Statistics, model: Path) -> str:
-    """The most of "measured", "attn_k.bias" and "none" that this model has in every layer and the cache can return to the logit."""
+def cache_returns(kind: str, statistics: Statistics, model: Path) -> bool:
+    """Whether the cache, on the CPU, can store keys of this model without that bias and return it to the logit."""
     layers, files = statistics.moments.layers, [GgufFile(path) for path in splits(model)]
-    names = {name for f in files for name in f.tensors}
-    for kind in ("measured", "attn_k.bias"):
-        there = all(s.rope and (kind == "measured" or f"blk.{i}.attn_k.bias" in names) for i, s in layers.items())
-        if there and files[0].get("general.architecture") in CACHE_KEY_BIAS.get(kind, ()):
-            return kind
-    return "none"
+    architecture = files[0].get("general.architecture")
+    if kind == "attn_k.bias":
+        names = {name for f in files for name in f.tensors}
+        return architecture in CACHE_KEY_BIAS[kind] and all(s.rope and f"blk.{i}.attn_k.bias" in names for i, s in layers.items())
+    # measured: one RoPE in all layers, and a plain cache, which has every layer and no window
+    ropes = [s.rope for s in layers.values()]
+    plain = len(layers) == files[0].get(f"{architecture}.block_count") and not files[0].get(f"{architecture}.attention.sliding_window")
+    return kind == "none" or plain and ropes[0] is not None and ropes[0].mode in (NORMAL, NEOX) and ropes[0].first == 0 and len(set(ropes)) == 1
+
+
+def best_key_bias(statistics: Statistics, model: Path) -> str:
+    """The most of "measured", "attn_k.bias" and "none" that the caches of this installation can return; those of a GPU cannot yet."""
+    import llama_cpp.llama_cpp as bindings
+    if bindings.llama_supports_gpu_offload():
+        return "none"
+    return next(kind for kind in ("measured", "attn_k.bias", "none") if cache_returns(kind, statistics, model))
 
 
 def build(statistics: Statistics, model: Path, key_bias: str | None = None) -> Embedded:

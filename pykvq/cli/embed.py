@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from pykvq.calibration import CACHE_KEY_BIAS, KEY_BIAS
+from pykvq.calibration import KEY_BIAS
 from pykvq.cli.calibration_options import PATH, run_options, statistics
 from pykvq.cli.errors import InputError
 from pykvq.cli.output import Output, common
@@ -31,8 +31,6 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
         raise click.UsageError("-o, --in-place and --sidecar exclude each other")
     from pykvq.gguf_header import read_header
     header = read_header(model)
-    if key_bias not in (None, "none") and header.architecture not in CACHE_KEY_BIAS.get(key_bias, ()):
-        out.warn(f"the cache of this version does not return that bias for {header.architecture}: it will not use data of --key-bias {key_bias}")
     from pykvq.calibration.embed import check_free_of_keys, embed_in, write_sidecar
     from pykvq.calibration.model_files import fingerprint, sidecar_path, splits
     from pykvq.gguf_file import GgufFile
@@ -49,8 +47,10 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
             raise InputError(f"{stats} holds statistics of another model; run: pykvq calibrate {model} -o {stats} --restart")
     else:
         measured, _ = statistics(out, model, None, run)
-    from pykvq.calibration.build import build
+    from pykvq.calibration.build import build, cache_returns
     from pykvq.calibration.metadata import encode
+    if key_bias and not cache_returns(key_bias, measured, model):
+        out.warn(f"the cache of this version does not return that bias for {header.architecture}: it will not use data of --key-bias {key_bias}")
     data = build(measured, model, key_bias)
     values = encode(data)
     if in_place or output:

@@ -1,10 +1,11 @@
 """What enters the cache is found whatever the architecture; what has no standard cache is refused before it is loaded."""
+import dataclasses
+
 import architectures
 import numpy as np
 import pytest
 
 from pykvq import ggml_tensor
-from pykvq.calibration import CACHE_KEY_BIAS
 from pykvq.calibration.build import build
 from pykvq.calibration.key_bias import key_moments, measured_bias
 from pykvq.calibration.moments import SINKS
@@ -94,14 +95,31 @@ def test_a_key_bias_of_the_model_is_removed(tmp_path):
     assert build(stats, path, "measured").layers[0].bias.shape == (1, 64)
 
 
-@pytest.mark.parametrize("architecture, cache, bias, chosen", [
-    ("qwen2", CACHE_KEY_BIAS, 1.0, "attn_k.bias"), ("qwen2", CACHE_KEY_BIAS, 0.0, "none"), ("llama", CACHE_KEY_BIAS, 1.0, "none"), ("qwen2", {}, 1.0, "none"),
-    ("qwen2", {"attn_k.bias": ["qwen2"], "measured": ["qwen2"]}, 1.0, "measured")])
-def test_the_default_is_the_most_that_the_cache_can_return(tmp_path, monkeypatch, architecture, cache, bias, chosen):
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(True): an installation whose libraries know a GPU."""
+    return lambda there: monkeypatch.setattr("llama_cpp.llama_cpp.llama_supports_gpu_offload", lambda: there)
+
+
+@pytest.mark.parametrize("architecture, bias", [("qwen2", 1.0), ("llama", 0.0)])
+def test_the_default_is_the_most_that_the_caches_of_the_installation_can_return(tmp_path, gpu, architecture, bias):
     path = small(tmp_path / "m.gguf", architecture, heads=2, heads_kv=1, bias=bias)
     stats = calibrate(path, tokens=512, threads=1)
-    monkeypatch.setattr("pykvq.calibration.build.CACHE_KEY_BIAS", cache)
-    assert build(stats, path).key_bias == chosen
+    for there, chosen in ((False, "measured"), (True, "none")):
+        gpu(there)
+        assert build(stats, path).key_bias == chosen
+    gpu(False)
+    layer = stats.moments.layers[1]
+    for rope in (dataclasses.replace(layer.rope, base=5.0), dataclasses.replace(layer.rope, first=2)):     # one RoPE a cache, from the first value on
+        layer.rope = rope
+        assert build(stats, path).key_bias == ("attn_k.bias" if bias else "none")
+
+
+@pytest.mark.parametrize("make", [architectures.sliding_window, architectures.hybrid])
+def test_caches_that_know_no_positions_get_no_measured_bias(tmp_path, gpu, make):
+    path = make(tmp_path / "m.gguf")
+    gpu(False)
+    assert build(calibrate(path, tokens=512, threads=1), path).key_bias == "none"
 
 
 def test_tensors_on_a_device_are_fetched(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from architectures import sliding_window
 from calibrated import metadata, random_layers, write_sidecar
 from pykvq.engine import Context, Model, quiet_log
 from test_transforms import TOKENS, prefill_and_decode, relative, shifted
@@ -88,6 +89,106 @@ def test_data_for_keys_without_their_bias(biased, floats, tmp_path):
             assert {(layer.calibrated, layer.key_bias) for layer in context.info()} == {(False, "left out")}
         with Context(model, 256, ("turbo4", "f16"), flash=False) as context:
             assert {(layer.calibrated, layer.key_bias) for layer in context.info()} == {(True, "kept")}
+
+
+# ---- a measured bias, which is subtracted before a key is stored
+
+@pytest.fixture
+def measured(tiny_model, tmp_path):
+    """measured(...) is the path of a tiny model with data for keys without a random bias, 30 times as large as the keys."""
+    quiet_log()
+
+    def make(bias=30.0, layers=(0, 1), heads_kv=2, d=64, **options):
+        path = tmp_path / "measured.gguf"
+        path.write_bytes(tiny_model(d, heads_kv=heads_kv, **options).read_bytes())
+        rng, arrays = np.random.default_rng(1), random_layers(layers, heads_kv, d, spread=1.5)
+        for i in layers:
+            arrays[f"kvq.blk.{i}.k.bias"] = (bias * rng.standard_normal((heads_kv, d))).astype(np.float16)
+        write_sidecar(path, metadata(path, arrays) | {"kvq.key_bias": "measured"})
+        return path
+    return make
+
+
+def with_and_without(path, run, kv_type=("f16", "turbo4"), n_ctx=256, **options):
+    """run(context) with the data and without them; asserts that they were used."""
+    with Model(path) as model:
+        out = []
+        for kvq in ("auto", "off"):
+            with Context(model, n_ctx, kv_type, threads=2, kvq=kvq, **options) as context:
+                assert {layer.key_bias == "left out" and layer.calibrated for layer in context.info()} == {kvq == "auto"}
+                out.append(run(context))
+        return out
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": 1, "heads_kv": 1}, {"heads": 7, "heads_kv": 1}, {"d": 80}, {"d": 128},
+                                     {"architecture": "qwen2", "key_bias": 6.0}, {"architecture": "qwen2", "rotated": 32}], ids=str)
+def test_a_measured_bias_changes_nothing_but_the_keys(measured, floats, options):
+    """Interleaved and NEOX pairs, prefill and one by one; the bias is large, so a wrong turn of it is an error of many times the logit."""
+    assert relative(*with_and_without(measured(**options), prefill_and_decode)) < 2 * EXACT
+
+
+def test_a_measured_bias_turns_with_a_shift(measured, floats):
+    assert relative(*with_and_without(measured(bias=5.0), shifted, ("q8_0", "turbo4"))) < 4 * EXACT
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+def test_a_measured_bias_in_several_sequences(measured, floats, unified):
+    """Sequences of other lengths and first positions, one copied, one saved and loaded."""
+    lengths = (37, 64, 90, 11)
+
+    def run(context):
+        context.decode_batch([(TOKENS[(s + i) % 120], 5 + 9 * s + i, s, False) for s, n in enumerate(lengths) for i in range(n)])
+        state = context.save(2)
+        context.remove(2, 0)
+        context.load(state, 2)
+        context.remove(3, 0)
+        context.copy(0, 3)
+        starts = [5 + 9 * s + n for s, n in enumerate(lengths)][:3] + [5 + lengths[0]]
+        return np.concatenate([context.decode_batch([(TOKENS[s + i], start + i, s, True) for s, start in enumerate(starts)]) for i in range(4)])
+    assert relative(*with_and_without(measured(), run, n_ctx=1024, n_seq=4, unified=unified)) < 2 * EXACT
+
+
+def test_a_measured_bias_at_far_positions(measured, floats):
+    def run(context):
+        context.decode(TOKENS[:60], 30000, logits="none")
+        return context.decode(TOKENS[60:80], 30060, logits="all")
+    assert relative(*with_and_without(measured(bias=5.0), run)) < 2 * EXACT
+
+
+@pytest.mark.parametrize("kv_type", ["turbo4", "oscar2"])
+def test_decoding_agrees_with_a_batch(measured, kv_type):
+    with Model(measured(bias=1.0)) as model, Context(model, 256, kv_type, threads=2) as context:
+        batch = context.decode(TOKENS[:90], 0, logits="all")
+        context.clear()
+        alone = np.concatenate([context.decode(TOKENS[i:i + 1], i) for i in range(90)])
+    assert relative(alone, batch) < 0.1          # float products of another batch size flip a few codes
+
+
+def test_a_layer_without_a_bias_is_refused(measured):
+    path = measured()
+    write_sidecar(path, metadata(path, random_layers((0, 1), 2, 64)) | {"kvq.key_bias": "measured"})
+    with Model(path) as model, pytest.raises(ValueError, match="kvq.blk.0.k.bias.*missing"):
+        Context(model, 256, "turbo4")
+
+
+def test_where_the_cache_cannot_return_it_the_data_are_not_used(measured, tmp_path):
+    with Model(measured()) as model, Context(model, 256, ("turbo4", "f16"), flash=False) as context:
+        assert {(layer.calibrated, layer.key_bias) for layer in context.info()} == {(False, "none")}
+    path = sliding_window(tmp_path / "window.gguf")
+    arrays = random_layers(range(6), 1, 64) | {f"kvq.blk.{i}.k.bias": np.ones((1, 64), np.float16) for i in range(6)}
+    write_sidecar(path, metadata(path, arrays) | {"kvq.key_bias": "measured"})
+    with Model(path) as model:
+        with Context(model, 256, "turbo4") as context:
+            assert {(layer.calibrated, layer.key_bias) for layer in context.info()} == {(False, "none")}
+        with pytest.raises(ValueError, match=r"gemma3 is not known for it.*run: pykvq embed-rotations .* --force --key-bias none"):
+            Context(model, 256, "oscar2")
+
+
+def test_a_state_stored_without_the_measured_bias_is_refused(measured):
+    with Model(measured()) as model, Context(model, 256, "turbo4", kvq="off") as plain, Context(model, 256, "turbo4") as context:
+        plain.decode(TOKENS[:50], 0)
+        with pytest.raises(ValueError, match="mismatched key type"):
+            context.load(plain.save(0), 0)
 
 
 def test_without_flash_attention_the_bias_stays(biased):

@@ -232,7 +232,7 @@ BAD = {
     "shape": (lambda k: k.update({"kvq.blk.1.k.basis": k["kvq.blk.1.k.mean"]}), "kvq.blk.1.k.basis", "16384 expected"),
     "truncated": (lambda k: k.update({"kvq.blk.0.k.basis": k["kvq.blk.0.k.basis"][:-3]}), "kvq.blk.0.k.basis", "cut off"),
     "no base64": (lambda k: k.update({"kvq.blk.0.k.mean": "!" + k["kvq.blk.0.k.mean"][1:]}), "kvq.blk.0.k.mean", "base64"),
-    "key bias": (lambda k: k.update({"kvq.key_bias": "measured"}), "kvq.key_bias", "cannot remove"),
+    "key bias": (lambda k: k.update({"kvq.key_bias": "another"}), "kvq.key_bias", "cannot remove"),
     "not a number": (changed("kvq.blk.1.k.mean", lambda raw: fill(raw, b"\x00\x7e")), "kvq.blk.1.k.mean", "not finite"),
     "singular": (changed("kvq.blk.1.k.basis", lambda raw: fill(raw, b"\x00\x3c")), "kvq.blk.1.k.basis", "no inverse"),
     "no spectrum": (lambda k: k.update({"kvq.blk.0.k.lambda": None}), "kvq.blk.0.k.lambda", "missing"),
