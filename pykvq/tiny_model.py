@@ -7,12 +7,10 @@ import numpy as np
 
 
 def write_tiny_model(path: str | Path, head_dim: int = 64, heads: int = 4, heads_kv: int = 2, layers: int = 2, vocabulary: int = 256,
-                     context: int = 2048, seed: int = 0, architecture: str = "llama", key_bias: float = 0,
-                     rotated: int | None = None) -> Path:
+                     context: int = 2048, seed: int = 0, architecture: str = "llama", key_bias: float = 0) -> Path:
     """Write a GGUF without a tokenizer: a few MB, loads in milliseconds. Returns the path.
 
     key_bias: standard deviation of a bias of the keys, for an architecture that has one, such as qwen2.
-    rotated: values of a head that RoPE turns, where the architecture leaves that open; all by default.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     rng, hidden = np.random.default_rng(seed), 256
@@ -27,7 +25,7 @@ def write_tiny_model(path: str | Path, head_dim: int = 64, heads: int = 4, heads
     w.add_head_count_kv(heads_kv)
     w.add_key_length(head_dim)
     w.add_value_length(head_dim)
-    w.add_rope_dimension_count(rotated or head_dim)
+    w.add_rope_dimension_count(head_dim)
     w.add_layer_norm_rms_eps(1e-5)
     w.add_vocab_size(vocabulary)
     w.add_tokenizer_model("no_vocab")
