@@ -57,6 +57,11 @@ class Header:
         return sum(heads * n * per_head for heads, n in zip(self.heads_kv, cells))
 
 
+def sidecar_path(path: Path) -> Path:
+    """foo.gguf -> foo.kvq.gguf, the file in which llama.cpp looks for calibrated data beside the model."""
+    return path.with_name(f"{path.name.removesuffix('.gguf')}.kvq.gguf")
+
+
 def read_header(path: str | Path) -> Header:
     """Geometry of the model at `path`. Raises ModelFileError for a file that llama.cpp could not load whole."""
     path = Path(path)
@@ -129,7 +134,7 @@ class _Gguf:
                       number("attention.key_length", head_dim), number("attention.value_length", head_dim),
                       number("attention.sliding_window"), mla=number("attention.key_length_mla") > 0,
                       calibrated=self.lib.gguf_find_key(self.handle, b"kvq.version") >= 0
-                      or path.with_name(path.name.removesuffix(".gguf") + ".kvq.gguf").exists())
+                      or sidecar_path(path).exists())
 
 
 @lru_cache(None)

@@ -1,6 +1,7 @@
 // Scalar reference of the turbo codecs: the definition that every SIMD, CUDA and Metal kernel is tested against.
 // Bit-exact with pykvq/codecs/turbo.py, so compile it without contraction of multiply-adds.
 #include "kvq.h"
+#include "kvq-lanes.h"
 #include "kvq-tables.h"
 
 #define GGML_COMMON_DECL_C
@@ -12,7 +13,6 @@
 #include <string.h>
 
 #define KVQ_MAX_BLOCK 128
-#define KVQ_LANES     16   // partial sums, in the order in which SIMD registers keep them
 
 // ---- rotation ----
 
@@ -86,23 +86,6 @@ void kvq_unrotate_ref(const float * y, float * x, int n) {
 
 // ---- codes ----
 
-static float sum_lanes(float * lane) {
-    for (int w = KVQ_LANES/2; w >= 1; w /= 2) {
-        for (int l = 0; l < w; l++) {
-            lane[l] += lane[l + w];
-        }
-    }
-    return lane[0];
-}
-
-static float dot_lanes(const float * a, const float * b, int n) {
-    float lane[KVQ_LANES] = {0};
-    for (int i = 0; i < n; i++) {
-        lane[i % KVQ_LANES] += a[i]*b[i];
-    }
-    return sum_lanes(lane);
-}
-
 static const float * thresholds(int bits) {
     return bits == 2 ? KVQ_THRESHOLDS_2 : bits == 3 ? KVQ_THRESHOLDS_3 : KVQ_THRESHOLDS_4;
 }
@@ -153,7 +136,7 @@ static void quantize_block(const float * x, uint8_t * out, int bits, int n) {
 
     kvq_rotate_ref(x, y, n);
 
-    const float sigma = sqrtf(dot_lanes(y, y, n)/n);
+    const float sigma = sqrtf(kvq_dot_lanes(y, y, n)/n);
     int32_t den = 0;
     for (int i = 0; i < n; i++) {
         code[i] = 0;
@@ -163,7 +146,7 @@ static void quantize_block(const float * x, uint8_t * out, int bits, int n) {
         c[i] = levels(bits)[code[i]];
         den += (int32_t) c[i]*(int32_t) c[i];
     }
-    const float d = dot_lanes(y, c, n)/(float) den * (scale(bits)/sqrtf((float) n));
+    const float d = kvq_dot_lanes(y, c, n)/(float) den * (scale(bits)/sqrtf((float) n));
 
     const ggml_fp16_t d16 = GGML_FP32_TO_FP16(d > 65504.0f ? 65504.0f : d);
     pack(code, out, bits, n);

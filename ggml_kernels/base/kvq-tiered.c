@@ -1,6 +1,7 @@
 // Scalar reference of oscar2: tiers of unequal bits over coordinates that a calibrated transform has put in order of
 // importance and mixed. Bit-exact with pykvq/codecs/oscar2.py, so compile it without contraction of multiply-adds.
 #include "kvq.h"
+#include "kvq-lanes.h"
 #include "kvq-tables.h"
 #include "kvq-tiers.h"
 
@@ -13,20 +14,6 @@
 #include <string.h>
 
 #define MAX_BLOCK 128
-#define LANES     16   // partial sums, in the order in which SIMD registers keep them
-
-static float dot_lanes(const float * a, const float * b, int n) {
-    float lane[LANES] = {0};
-    for (int i = 0; i < n; i++) {
-        lane[i % LANES] += a[i]*b[i];
-    }
-    for (int w = LANES/2; w >= 1; w /= 2) {
-        for (int l = 0; l < w; l++) {
-            lane[l] += lane[l + w];
-        }
-    }
-    return lane[0];
-}
 
 static void find_codes(const float * y, int n, const float * thresholds, int n_thresholds, float sigma, uint8_t * code) {
     for (int i = 0; i < n; i++) {
@@ -39,7 +26,7 @@ static void find_codes(const float * y, int n, const float * thresholds, int n_t
 
 // the spread, of n_edges + 1, that is nearest to that of the tier
 static int find_spread(const float * y, int n, const float * edges, int n_edges, float sigma) {
-    const float own = sqrtf(dot_lanes(y, y, n)/n);
+    const float own = sqrtf(kvq_dot_lanes(y, y, n)/n);
     int spread = 0;
     for (int j = 0; j < n_edges; j++) {
         spread += own > edges[j]*sigma;
@@ -48,7 +35,7 @@ static int find_spread(const float * y, int n, const float * edges, int n_edges,
 }
 
 static void quantize_block(const float * y, uint8_t * out, int n) {
-    const float sigma = sqrtf(dot_lanes(y, y, n/4)/(n/4));
+    const float sigma = sqrtf(kvq_dot_lanes(y, y, n/4)/(n/4));
     uint8_t code[MAX_BLOCK];
     find_codes(y, n/4, KVQ_TIER_THRESHOLDS_4, 15, sigma, code);
 
@@ -59,7 +46,7 @@ static void quantize_block(const float * y, uint8_t * out, int n) {
         level[i] = (float) c;
         den += c*c;
     }
-    const float d = dot_lanes(y, level, n/4)/(float) den * KVQ_TIER_SCALE;
+    const float d = kvq_dot_lanes(y, level, n/4)/(float) den * KVQ_TIER_SCALE;
 
     const int two = find_spread(y + n/4, n/4, KVQ_TIER_EDGES_2, 3, sigma);
     const int one = find_spread(y + n/2, n/2, KVQ_TIER_EDGES_1, 7, sigma);

@@ -65,20 +65,25 @@ __host__ __device__ constexpr kvq_float_list kvq_floats(const float * x, const i
     return l;
 }
 
+// squares of a block's values to buf, for all lanes to read
+template <int N> static __device__ __forceinline__ void kvq_store_squares(const float * x, float * buf, const int lane) {
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
+        if (r*32 + lane < N) {
+            buf[r*32 + lane] = __fmul_rn(x[r], x[r]);
+        }
+    }
+    __syncwarp();
+}
+
 // Quantises one block of oscar2, whose coordinates come mixed and in order of importance. x, out, buf, codes as below.
 template <int N> static __device__ __forceinline__ void kvq_quantise_tiers(const float * x, uint8_t * out, float * buf, uint8_t * codes, const int lane) {
     constexpr int R = kvq_hadamard<N>::regs, Q = N/4;
     constexpr kvq_float_list four = kvq_floats(KVQ_TIER_THRESHOLDS_4, 15), two = kvq_floats(KVQ_TIER_THRESHOLDS_2, 3);
     constexpr kvq_float_list edges2 = kvq_floats(KVQ_TIER_EDGES_2, 3), edges1 = kvq_floats(KVQ_TIER_EDGES_1, 7);
     constexpr kvq_float_list ratios2 = kvq_floats(KVQ_TIER_RATIOS_2, 4);
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-        if (r*32 + lane < N) {
-            buf[r*32 + lane] = __fmul_rn(x[r], x[r]);
-        }
-    }
-    __syncwarp();
+    kvq_store_squares<N>(x, buf, lane);
     const float sigma = __fsqrt_rn(__fdiv_rn(kvq_sum_lanes_of<Q>(buf, lane), float(Q)));
     const float own2  = __fsqrt_rn(__fdiv_rn(kvq_sum_lanes_of<Q>(buf + Q, lane), float(Q)));
     const float own1  = __fsqrt_rn(__fdiv_rn(kvq_sum_lanes_of<2*Q>(buf + 2*Q, lane), float(2*Q)));
@@ -187,14 +192,7 @@ template <int BITS, int N> static __device__ __forceinline__ void kvq_quantise_w
     kvq_apply_signs<N>(x, lane);
     kvq_hadamard_warp<N, false>(x, buf, lane);
 
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-        if (r*32 + lane < N) {
-            buf[r*32 + lane] = __fmul_rn(x[r], x[r]);
-        }
-    }
-    __syncwarp();
+    kvq_store_squares<N>(x, buf, lane);
     const float sigma = __fsqrt_rn(__fdiv_rn(kvq_sum_lanes<N>(buf, lane), float(N)));
     __syncwarp();
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pykvq import gguf_file
 from pykvq.calibration.metadata import PREFIX
-from pykvq.calibration.model_files import sidecar_path, splits
+from pykvq.calibration.model_files import splits
 from pykvq.gguf_file import GgufFile
-from pykvq.gguf_header import ModelFileError
+from pykvq.gguf_header import ModelFileError, sidecar_path
 
 BLOCK = 16 << 20                         # bytes copied at a time
 Progress = Callable[[int, int], None]    # (bytes done, bytes in all)

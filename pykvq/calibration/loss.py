@@ -12,8 +12,9 @@ import numpy as np
 
 from pykvq.calibration.transform import Transform
 from pykvq.codecs.lloyd_max import lloyd_max, mse_of_levels
+from pykvq.formats import TIERED
 
-TIERS = ((4, 4), (4, 2), (8, 1))         # oscar2: sixteenths of the head and bits, from the most important coordinate down
+TIERS = tuple((16 // tier.part, tier.bits) for tier in TIERED["oscar2"].tiers)   # sixteenths of the head and bits, most important first
 
 
 @lru_cache(None)

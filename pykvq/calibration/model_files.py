@@ -1,4 +1,4 @@
-"""The files of one model: splits, the sidecar's name, and the fingerprint that ties calibrated data to the model."""
+"""The files of one model: splits, and the fingerprint that ties calibrated data to the model."""
 from __future__ import annotations
 
 import re
@@ -25,11 +25,6 @@ def splits(path: Path) -> list[Path]:
         if not name.is_file():
             raise ModelFileError(f"{path} is split and {name.name} is missing; put all {len(names)} files into one folder")
     return names
-
-
-def sidecar_path(path: Path) -> Path:
-    """foo.gguf -> foo.kvq.gguf, the file in which llama.cpp looks for calibrated data beside the model."""
-    return path.with_name(f"{path.name.removesuffix('.gguf')}.kvq.gguf")
 
 
 def fingerprint(path: Path) -> str:

@@ -32,7 +32,8 @@ def embed_rotations(out: Output, model: Path, output: Path | None, in_place: boo
     from pykvq.gguf_header import read_header
     header = read_header(model)
     from pykvq.calibration.embed import check_free_of_keys, embed_in, write_sidecar
-    from pykvq.calibration.model_files import fingerprint, sidecar_path, splits
+    from pykvq.calibration.model_files import fingerprint, splits
+    from pykvq.gguf_header import sidecar_path
     from pykvq.gguf_file import GgufFile
     target = model if in_place else output or sidecar_path(model)
     splits(model)                                # a later split, or one that is missing, is told now

@@ -25,7 +25,8 @@ def inspect(out: Output, model: Path, picture: Path | None) -> None:
     """
     from pykvq.calibration.loss import summary
     from pykvq.calibration.metadata import current, decode
-    from pykvq.calibration.model_files import fingerprint, sidecar_path
+    from pykvq.calibration.model_files import fingerprint
+    from pykvq.gguf_header import sidecar_path
     from pykvq.gguf_file import GgufFile
     file = GgufFile(sidecar_path(model) if sidecar_path(model).is_file() else model)         # the order in which a load looks
     data = decode(file)

@@ -15,14 +15,14 @@ from pykvq.calibration import embed
 from pykvq.calibration.build import build
 from pykvq.calibration.embed import embed_in, write_sidecar
 from pykvq.calibration.metadata import Embedded, decode, encode
-from pykvq.calibration.model_files import fingerprint, sidecar_path, splits
+from pykvq.calibration.model_files import fingerprint, splits
 from pykvq.calibration.run import calibrate
 from pykvq.calibration.transform import Transform
 from pykvq.engine import Context, Model, quiet_log
 from pykvq.fingerprint import fnv1a64
 from pykvq.formats import CODEBOOK
 from pykvq.gguf_file import GgufFile
-from pykvq.gguf_header import ModelFileError
+from pykvq.gguf_header import ModelFileError, sidecar_path
 
 quiet_log()
 
