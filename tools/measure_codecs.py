@@ -74,9 +74,10 @@ def calibrated(layers, codec, tiers=((16, None),)):
     return f
 
 
-def centred(layers, codec):
-    """Values with their calibrated mean taken out."""
-    return lambda x, layer: codec(x - layers[layer].v_mean, layer) + layers[layer].v_mean
+def centred(moments, codec):
+    """Values with their mean over the calibration text taken out."""
+    means = {i: s.v / s.n for i, s in moments.layers.items()}
+    return lambda x, layer: codec(x - means[layer], layer) + means[layer]
 
 
 def published(moments, kind):
@@ -147,9 +148,9 @@ def main() -> None:
     positions = a.offset + np.arange(a.ctx)
     for name, run in runs.items():
         t = build(run, a.model, a.key_bias).layers
-        cal = {"turbo4 calibrated": (calibrated(t, plain(4)), centred(t, plain(4))), "turbo3 calibrated": (calibrated(t, plain(3)), centred(t, plain(3))),
-               "turbo2 calibrated": (calibrated(t, plain(2)), centred(t, plain(2))),
-               "K 4/2/1, V turbo3": (calibrated(t, None, TIERS), centred(t, plain(3))),
+        cal = {"turbo4 calibrated": (calibrated(t, plain(4)), centred(run.moments, plain(4))), "turbo3 calibrated": (calibrated(t, plain(3)), centred(run.moments, plain(3))),
+               "turbo2 calibrated": (calibrated(t, plain(2)), centred(run.moments, plain(2))),
+               "K 4/2/1, V turbo3": (calibrated(t, None, TIERS), centred(run.moments, plain(3))),
                "K 4/2/1, V f16": (calibrated(t, None, TIERS), None), "K turbo2 calibrated, V f16": (calibrated(t, plain(2)), None)}
         if a.key_bias != "none":
             biases = {i: bias_of(a.model, i, s, a.key_bias) for i, s in run.moments.layers.items()}

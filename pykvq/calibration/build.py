@@ -40,6 +40,13 @@ def best_key_bias(statistics: Statistics, model: Path) -> str:
     return next(kind for kind in ("measured", "attn_k.bias", "none") if cache_returns(kind, statistics, model))
 
 
+def keeps_mean(model: Path, layer: int) -> bool:
+    """Whether the cache must store keys with their mean: a soft cap or an attention sink sees a shift of all logits."""
+    files = [GgufFile(path) for path in splits(model)]
+    architecture = files[0].get("general.architecture")
+    return architecture in ("gemma2", "grok") or any(f"blk.{layer}.attn_sinks.weight" in f.tensors for f in files)
+
+
 def build(statistics: Statistics, model: Path, key_bias: str | None = None) -> Embedded:
     """Transforms of every layer, with provenance.
 
@@ -59,13 +66,13 @@ def build(statistics: Statistics, model: Path, key_bias: str | None = None) -> E
 
 
 def _layer(statistics: Statistics, model: Path, i: int, key_bias: str) -> Transform:
-    sums = statistics.moments.layers[i]
+    sums, keep_mean = statistics.moments.layers[i], keeps_mean(model, i)
     if key_bias == "none":
-        return layer_transform(sums)
+        return layer_transform(sums, keep_mean=keep_mean)
     if key_bias == "measured":
         stored = measured_bias(sums).astype("<f2").astype(np.float64)       # as the cache will read it, so that its rounding is in the statistics
-        return layer_transform(sums, stored, keep_bias=True)
+        return layer_transform(sums, stored, keep_bias=True, keep_mean=keep_mean)
     raw = tensor(model, f"blk.{i}.attn_k.bias")
     if raw is None:
         raise ValueError(f"{model.name} has no blk.{i}.attn_k.bias; use key_bias none or measured")
-    return layer_transform(sums, np.frombuffer(raw, "<f4").reshape(sums.heads, -1))
+    return layer_transform(sums, np.frombuffer(raw, "<f4").reshape(sums.heads, -1), keep_mean=keep_mean)

@@ -37,7 +37,7 @@ def encode(data: Embedded) -> dict[str, object]:
     for i in sorted(data.layers):
         t = data.layers[i]
         out |= {f"kvq.blk.{i}.k.mean": _text(t.mean, "<f2", i), f"kvq.blk.{i}.k.basis": _text(t.basis, "<f2", i),
-                f"kvq.blk.{i}.k.lambda": _text(t.lam, "<f4", i), f"kvq.blk.{i}.v.mean": _text(t.v_mean, "<f2", i)}
+                f"kvq.blk.{i}.k.lambda": _text(t.lam, "<f4", i)}
         if t.bias is not None:
             out[f"kvq.blk.{i}.k.bias"] = _text(t.bias, "<f2", i)
     return out | {f"kvq.calibration.{name}": value for name, value in data.provenance.items()}
@@ -67,16 +67,14 @@ def _layer(file: GgufFile, i: int) -> Transform:
         text = file.get(f"kvq.blk.{i}.{name}")
         return None if text is None else np.frombuffer(base64.b64decode(text, validate=True), dtype).astype(np.float64)
 
-    mean, basis, lam, v_mean, bias = (array("k.mean", "<f2"), array("k.basis", "<f2"), array("k.lambda", "<f4"), array("v.mean", "<f2"),
-                                      array("k.bias", "<f2"))
-    if any(a is None for a in (mean, basis, lam, v_mean)):
+    mean, basis, lam, bias = array("k.mean", "<f2"), array("k.basis", "<f2"), array("k.lambda", "<f4"), array("k.bias", "<f2")
+    if any(a is None for a in (mean, basis, lam)):
         raise ValueError(f"layer {i} is incomplete")
     d, rest = divmod(basis.size, mean.size)
-    if rest or not d or mean.size % d or lam.size != mean.size or v_mean.size % (mean.size // d) or bias is not None and bias.size != mean.size:
+    if rest or not d or mean.size % d or lam.size != mean.size or bias is not None and bias.size != mean.size:
         raise ValueError(f"the shapes of layer {i} do not agree")
     h = mean.size // d
-    return Transform(mean.reshape(h, d), basis.reshape(h, d, d), lam.reshape(h, d), v_mean.reshape(h, -1),
-                     None if bias is None else bias.reshape(h, d))
+    return Transform(mean.reshape(h, d), basis.reshape(h, d, d), lam.reshape(h, d), None if bias is None else bias.reshape(h, d))
 
 
 def _text(a: np.ndarray, dtype: str, layer: int) -> str:

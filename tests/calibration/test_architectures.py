@@ -12,6 +12,7 @@ from pykvq.calibration.moments import SINKS
 from pykvq.calibration.refusal import check_architecture
 from pykvq.calibration.rope import NEOX
 from pykvq.calibration.run import calibrate
+from pykvq.calibration.transform import key_transform
 from pykvq.engine import quiet_log
 from pykvq.gguf_file import GgufFile
 from pykvq.gguf_header import Header
@@ -165,3 +166,14 @@ def test_refusals_by_geometry():
         check_architecture(header("plm", mla=True))
     with pytest.raises(ValueError, match="no layer"):
         check_architecture(header("lfm2", heads_kv=()))
+
+
+def test_a_soft_cap_keeps_the_mean_in_the_keys(tmp_path):
+    """Gemma 2 sees a shift of all logits, so the basis is that of keys with their mean, which a Gemma 3 of the same shape has not."""
+    for path, kept in ((architectures.soft_capped(tmp_path / "a.gguf"), True), (architectures.sliding_window(tmp_path / "b.gguf"), False)):
+        stats = calibrate(path, tokens=512, threads=1)
+        for i, t in build(stats, path, "none").layers.items():
+            s = stats.moments.layers[i]
+            expected = key_transform(s.kk[0] / s.n if kept else key_moments(s)[1][0], s.qq[0] / s.n_q)
+            assert t.mean.any() == (not kept)
+            np.testing.assert_allclose(t.lam[0], expected[1])

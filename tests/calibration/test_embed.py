@@ -31,7 +31,7 @@ def some_data(fingerprint="fnv1a64:0", layers=(0, 1), h=2, d=8, bias=False):
     rng = np.random.default_rng(1)
     def layer():
         return Transform(rng.standard_normal((h, d)), np.eye(d) + .1 * rng.standard_normal((h, d, d)), np.sort(rng.random((h, d)))[:, ::-1],
-                         rng.standard_normal((h, d)), rng.standard_normal((h, d)) if bias else None)
+                         rng.standard_normal((h, d)) if bias else None)
     return Embedded(fingerprint, CODEBOOK, "measured" if bias else "none", {i: layer() for i in layers},
                     {"text_hash": "ab", "tokens": 512, "source": "test, ünicode", "pykvq_version": "1", "llama_cpp_commit": "c", "positions": 77})
 
@@ -50,7 +50,7 @@ def test_round_trip(model, tmp_path, bias):
     assert (back.fingerprint, back.codebook, back.key_bias, back.provenance) == (data.fingerprint, CODEBOOK, data.key_bias, data.provenance)
     assert list(back.layers) == [0, 3, 11]
     for i, t in data.layers.items():
-        for name, dtype in (("mean", np.float16), ("basis", np.float16), ("lam", np.float32), ("v_mean", np.float16)):
+        for name, dtype in (("mean", np.float16), ("basis", np.float16), ("lam", np.float32)):
             assert np.array_equal(getattr(back.layers[i], name), getattr(t, name).astype(dtype))
         assert (back.layers[i].bias is None) == (not bias)
     assert decode(GgufFile(model)) is None
@@ -67,7 +67,7 @@ def test_layout_is_what_the_contract_says(model, tmp_path):
     assert set(map(tuple, types.values())) == {(STR,)}
     assert set(types) == {"kvq.fingerprint", "kvq.codebook", "kvq.key_bias", *(f"kvq.calibration.{n}" for n in
                           ("text_hash", "source", "pykvq_version", "llama_cpp_commit")),
-                          *(f"kvq.blk.{i}.{n}" for i in (0, 1) for n in ("k.mean", "k.basis", "k.lambda", "v.mean"))}
+                          *(f"kvq.blk.{i}.{n}" for i in (0, 1) for n in ("k.mean", "k.basis", "k.lambda"))}
     assert fields["kvq.layers"].contents() == [0, 1] and fields["kvq.calibration.source"].contents() == "test, ünicode"
 
 

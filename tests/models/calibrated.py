@@ -23,7 +23,6 @@ def random_layers(layers, heads_kv: int, d: int, spread: float = 3.0, seed: int 
         out[f"kvq.blk.{i}.k.mean"] = rng.standard_normal((heads_kv, d)).astype(np.float16)
         out[f"kvq.blk.{i}.k.basis"] = np.array(basis).astype(np.float16)
         out[f"kvq.blk.{i}.k.lambda"] = np.sort(spread ** rng.uniform(-4, 4, (heads_kv, d)))[:, ::-1].astype(np.float32)
-        out[f"kvq.blk.{i}.v.mean"] = rng.standard_normal((heads_kv, d)).astype(np.float16)
     return out
 
 
