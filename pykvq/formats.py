@@ -101,4 +101,5 @@ TYPES = {
     "oscar2": CacheType("oscar2", "oscar2", 239, 2, 128, 34),
 }
 
+WINDOW_IDS = {'turbo_f16_64': 240, 'turbo_f16_80': 241, 'turbo_f16_96': 242, 'turbo_f16_112': 243, 'turbo_f16_128': 244}
 ACTIVATION_IDS = {'kvq_q8_64': 245, 'kvq_q8_80': 246, 'kvq_q8_96': 247, 'kvq_q8_112': 248, 'kvq_q8_128': 249}

@@ -15,7 +15,7 @@ class Tensor(ctypes.Structure):
 
 Tensor._fields_ = [("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4), ("nb", ctypes.c_size_t * 4),
                    ("op", ctypes.c_int), ("op_params", ctypes.c_int32 * 16), ("flags", ctypes.c_int32),
-                   ("src", ctypes.POINTER(Tensor) * 10), ("view_src", ctypes.POINTER(Tensor)), ("view_offs", ctypes.c_size_t),
+                   ("src", ctypes.POINTER(Tensor) * 12), ("view_src", ctypes.POINTER(Tensor)), ("view_offs", ctypes.c_size_t),
                    ("data", ctypes.c_void_p), ("name", ctypes.c_char * 64)]
 
 OP_OFFSET = Tensor.op.offset            # a callback sees every node: reading one integer is cheaper than a struct

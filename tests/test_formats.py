@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pykvq.fingerprint import fnv1a64
-from pykvq.formats import ACTIVATION_IDS, CODEBOOK, FAMILIES, SIGNS, TIERED, TYPE_COUNT, TYPES
+from pykvq.formats import ACTIVATION_IDS, CODEBOOK, FAMILIES, SIGNS, TIERED, TYPE_COUNT, TYPES, WINDOW_IDS
 from pykvq.launch import executable
 from pykvq.support import UPSTREAM, VALID_NAMES
 
@@ -24,6 +24,7 @@ FROZEN_BYTES = {64: (18, 26, 34, 18), 80: (22, 32, 42, 22), 96: (26, 38, 50, 26)
 
 def test_ids_are_frozen():
     assert {name: t.id for name, t in TYPES.items()} == FROZEN
+    assert WINDOW_IDS == {"turbo_f16_64": 240, "turbo_f16_80": 241, "turbo_f16_96": 242, "turbo_f16_112": 243, "turbo_f16_128": 244}
     assert ACTIVATION_IDS == {"kvq_q8_64": 245, "kvq_q8_80": 246, "kvq_q8_96": 247, "kvq_q8_112": 248, "kvq_q8_128": 249}
     assert TYPE_COUNT == 250
 
@@ -89,4 +90,4 @@ def test_gguf_package_agrees():
     """gguf-py has no turbo entry (cache types are never stored in a GGUF); upstream's ids are the same, ours are free there."""
     from gguf import GGMLQuantizationType
     assert all(GGMLQuantizationType[name.upper()] == row[0] for name, row in UPSTREAM.items())
-    assert not {int(t) for t in GGMLQuantizationType} & (set(FROZEN.values()) | set(ACTIVATION_IDS.values()))
+    assert not {int(t) for t in GGMLQuantizationType} & (set(FROZEN.values()) | set(WINDOW_IDS.values()) | set(ACTIVATION_IDS.values()))

@@ -30,7 +30,7 @@ def declared() -> dict:
     """The parsed declaration, with the block keys as integers."""
     spec = tomllib.loads((ROOT / "ggml_kernels/formats/formats.toml").read_text())
     spec["paley"] = {int(n): m for n, m in spec["paley"].items()}
-    for group in (*spec["family"].values(), *spec["tiered"].values(), *spec["activation"].values()):
+    for group in (*spec["family"].values(), *spec["tiered"].values(), *spec["window"].values(), *spec["activation"].values()):
         group["ids"] = {int(n): i for n, i in group["ids"].items()}
     return spec
 
@@ -78,7 +78,7 @@ def c_types(spec: dict) -> str:
     """kvq-types.h: the enum entries and the lists that patches and kernels expand."""
     out = [f"// {NOTE}", "#pragma once", "", "// entries of enum ggml_type", "#define KVQ_GGML_TYPE_ENUM \\"]
     entries = [f"    GGML_TYPE_{f.upper()}_{n} = {i}," for f, i, _, _, n in members(spec)]
-    entries += [f"    GGML_TYPE_{a.upper()}_{n} = {i}," for a, v in spec["activation"].items() for n, i in v["ids"].items()]
+    entries += [f"    GGML_TYPE_{a.upper()}_{n} = {i}," for kind in ("window", "activation") for a, v in spec[kind].items() for n, i in v["ids"].items()]
     out += [e + " \\" for e in entries[:-1]] + [entries[-1], "", f"#define KVQ_GGML_TYPE_COUNT {spec['type_count']}", ""]
     out += [f"// code of {f}: " + ", ".join(f"{t['bits']} bits for n/{t['part']} values" for t in v["tiers"]) + f"\n#define KVQ_TIERED {v['code']}"
             for f, v in spec["tiered"].items()]
@@ -92,10 +92,11 @@ def c_types(spec: dict) -> str:
     out += ["// families: X(enum suffix of the member that names the family, ggml name, code)", "#define KVQ_FOR_EACH_FAMILY(X) \\"]
     rows = [f'    X({f.upper()}_128, "{f}", {code})' for f, _, code, _, n in members(spec) if n == 128]
     out += [r + " \\" for r in rows[:-1]] + [rows[-1], ""]
-    out += ["// activation types: X(enum suffix, function suffix, ggml name, values per block, bytes per block)",
-            "#define KVQ_FOR_EACH_ACTIVATION_TYPE(X) \\"]
-    rows = [f'    X({a.upper()}_{n}, {a}_{n}, "{a}_{n}", {n}, {n + 4})' for a, v in spec["activation"].items() for n in v["ids"]]
-    out += [r + " \\" for r in rows[:-1]] + [rows[-1], ""]
+    for kind, size in (("window", lambda n: 2*n), ("activation", lambda n: n + 4)):
+        out += [f"// {kind} types: X(enum suffix, function suffix, ggml name, values per block, bytes per block)",
+                f"#define KVQ_FOR_EACH_{kind.upper()}_TYPE(X) \\"]
+        rows = [f'    X({a.upper()}_{n}, {a}_{n}, "{a}_{n}", {n}, {size(n)})' for a, v in spec[kind].items() for n in v["ids"]]
+        out += [r + " \\" for r in rows[:-1]] + [rows[-1], ""]
     out += ["// block sizes in the order in which the cache tries them: X(values per block)",
             "#define KVQ_FOR_EACH_BLOCK(X) " + " ".join(f"X({n})" for n in spec["blocks"]), ""]
     out += ["// fingerprint of families, bits, levels and signs: calibrated data of another codebook are refused",
@@ -212,7 +213,9 @@ def python_tables(spec: dict) -> str:
     out += ["}", "", "TYPES = {"]
     out += [f'    "{member_name(f, n)}": CacheType("{member_name(f, n)}", "{f}", {i}, {bits}, {n}, {block_bytes(bits, n)}),'
             for f, i, _, bits, n in members(spec)]
-    out += ["}", "", "ACTIVATION_IDS = " + repr({f"{a}_{n}": i for a, v in spec["activation"].items() for n, i in v["ids"].items()}), ""]
+    out += ["}", ""]
+    out += [f"{kind.upper()}_IDS = " + repr({f"{a}_{n}": i for a, v in spec[kind].items() for n, i in v["ids"].items()})
+            for kind in ("window", "activation")] + [""]
     return "\n".join(out)
 
 

@@ -185,6 +185,35 @@ static void dequantize_rows(const void * x, float * y, int64_t k, int bits, int 
     }
 }
 
+// ---- f16 windows ----
+
+static void quantize_window(const float * x, void * out, int64_t k, int n) {
+    assert(k % n == 0);
+    const float norm = 1.0f/sqrtf((float) n);
+    for (int64_t i = 0; i < k; i += n) {
+        float y[KVQ_MAX_BLOCK];
+        kvq_rotate_ref(x + i, y, n);
+        for (int j = 0; j < n; j++) {
+            ((ggml_fp16_t *) out)[i + j] = GGML_FP32_TO_FP16(y[j]*norm);
+        }
+    }
+}
+
+static void dequantize_window(const void * in, float * x, int64_t k, int n) {
+    assert(k % n == 0);
+    const float norm = 1.0f/sqrtf((float) n);
+    for (int64_t i = 0; i < k; i += n) {
+        float y[KVQ_MAX_BLOCK];
+        for (int j = 0; j < n; j++) {
+            y[j] = GGML_FP16_TO_FP32(((const ggml_fp16_t *) in)[i + j]);
+        }
+        kvq_unrotate_ref(y, x + i, n);
+        for (int j = 0; j < n; j++) {
+            x[i + j] *= norm;
+        }
+    }
+}
+
 // ---- rotated int8 queries ----
 
 static void quantize_activation(const float * x, void * out, int64_t k, int n) {
@@ -232,6 +261,11 @@ static void dequantize_activation(const void * in, float * x, int64_t k, int n) 
     void kvq_quantize_row_##F##_ref(const float * x, void * y, int64_t k) { quantize_rows  (x, y, k, BITS, N); } \
     void kvq_dequantize_row_##F    (const void * x, float * y, int64_t k) { dequantize_rows(x, y, k, BITS, N); }
 KVQ_FOR_EACH_TURBO_TYPE(DEFINE_CACHE_TYPE)
+
+#define DEFINE_WINDOW_TYPE(E, F, NAME, N, BYTES) \
+    void kvq_quantize_row_##F##_ref(const float * x, void * y, int64_t k) { quantize_window  (x, y, k, N); } \
+    void kvq_dequantize_row_##F    (const void * x, float * y, int64_t k) { dequantize_window(x, y, k, N); }
+KVQ_FOR_EACH_WINDOW_TYPE(DEFINE_WINDOW_TYPE)
 
 #define DEFINE_ACTIVATION_TYPE(E, F, NAME, N, BYTES) \
     void kvq_quantize_row_##F##_ref(const float * x, void * y, int64_t k) { quantize_activation  (x, y, k, N); } \

@@ -20,6 +20,23 @@ int kvq_bits(enum ggml_type type) {
     return kvq_code(type) == KVQ_TIERED ? 0 : kvq_code(type);
 }
 
+bool kvq_is_window_type(enum ggml_type type) {
+    switch ((int) type) {
+#define CASE(E, F, NAME, N, BYTES) case GGML_TYPE_##E:
+        KVQ_FOR_EACH_WINDOW_TYPE(CASE)
+#undef CASE
+            return true;
+        default: return false;
+    }
+}
+
+enum ggml_type kvq_window_type(enum ggml_type stored) {
+#define CASE(E, F, NAME, N, BYTES) if (kvq_bits(stored) && ggml_blck_size(stored) == N) return GGML_TYPE_##E;
+    KVQ_FOR_EACH_WINDOW_TYPE(CASE)
+#undef CASE
+    return GGML_TYPE_F16;
+}
+
 static enum ggml_type member(int code, int n) {
 #define CASE(E, F, NAME, FAMILY, CODE, N, BYTES) if (code == CODE && n == N) return GGML_TYPE_##E;
     KVQ_FOR_EACH_CACHE_TYPE(CASE)

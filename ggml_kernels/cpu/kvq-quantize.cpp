@@ -163,6 +163,18 @@ template <int CODE, int N> static void quantize_row(const float * x, uint8_t * y
     }
 }
 
+template <int N> static void quantize_window(const float * x, uint16_t * y, int64_t k) {
+    assert(k % N == 0);
+    const f32x16 norm = set1(1.0f/sqrtf((float) N));
+    for (int64_t i = 0; i < k; i += N) {
+        f32x16 v[N/16];
+        rotate<N>(x + i, v);
+        for (int j = 0; j < N/16; j++) {
+            store_f16(y + i + 16*j, mul(v[j], norm));
+        }
+    }
+}
+
 template <int N> static void quantize_queries(const float * x, uint8_t * y, int64_t k) {
     assert(k % N == 0);
     for (int64_t i = 0; i < k/N; i++) {
@@ -180,6 +192,12 @@ template <int N> static void quantize_queries(const float * x, uint8_t * y, int6
         kvq::quantize_row<CODE, N>(x, (uint8_t *) y, k); \
     }
 KVQ_FOR_EACH_CACHE_TYPE(KVQ_DEFINE_QUANTIZE)
+
+#define KVQ_DEFINE_QUANTIZE_WINDOW(E, F, NAME, N, BYTES) \
+    extern "C" void kvq_cpu_quantize_row_##F(const float * x, void * y, int64_t k) { \
+        kvq::quantize_window<N>(x, (uint16_t *) y, k); \
+    }
+KVQ_FOR_EACH_WINDOW_TYPE(KVQ_DEFINE_QUANTIZE_WINDOW)
 
 #define KVQ_DEFINE_QUANTIZE_ACTIVATION(E, F, NAME, N, BYTES) \
     extern "C" void kvq_cpu_quantize_row_##F(const float * x, void * y, int64_t k) { \

@@ -47,6 +47,11 @@ static inline f32x16 load_f16(const uint16_t * p) {
     return { _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) p)) };
 }
 
+// rounded to nearest even
+static inline void store_f16(uint16_t * p, f32x16 a) {
+    _mm256_storeu_si256((__m256i *) p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
 static inline f32x16 load_i8(const int8_t * p) {
     return { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p))) };
 }
@@ -145,6 +150,11 @@ static inline f32x16 fma(f32x16 x, f32x16 y, f32x16 z) {
 static inline f32x16 load_f16(const uint16_t * p) {
     return { _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)),
              _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (p + 8))) };
+}
+
+static inline void store_f16(uint16_t * p, f32x16 x) {
+    _mm_storeu_si128((__m128i *) p,       _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *) (p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 static inline f32x16 load_i8(const int8_t * p) {
@@ -255,6 +265,10 @@ static inline f32x16 load_f16(const uint16_t * p) {
     KVQ_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4*i))));
 }
 
+static inline void store_f16(uint16_t * p, f32x16 a) {
+    for (int i = 0; i < 4; i++) { vst1_u16(p + 4*i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i]))); }
+}
+
 static inline f32x16 load_i8(const int8_t * p) {
     const int8x16_t x = vld1q_s8(p);
     const int16x8_t l = vmovl_s8(vget_low_s8(x)), h = vmovl_s8(vget_high_s8(x));
@@ -350,6 +364,7 @@ static inline f32x16 abs  (f32x16 a)             { KVQ_EACH(fabsf(a.v[i])); }
 static inline f32x16 round(f32x16 a)             { KVQ_EACH(rintf(a.v[i])); }
 static inline f32x16 fma  (f32x16 a, f32x16 b, f32x16 c) { KVQ_EACH(a.v[i]*b.v[i] + c.v[i]); }
 static inline f32x16 load_f16(const uint16_t * p) { KVQ_EACH(GGML_CPU_FP16_TO_FP32(p[i])); }
+static inline void   store_f16(uint16_t * p, f32x16 a) { for (int i = 0; i < 16; i++) { p[i] = GGML_CPU_FP32_TO_FP16(a.v[i]); } }
 static inline f32x16 load_i8 (const int8_t * p)   { KVQ_EACH((float) p[i]); }
 static inline f32x16 load_i32(const int32_t * p)  { KVQ_EACH((float) p[i]); }
 

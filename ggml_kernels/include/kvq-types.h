@@ -23,6 +23,11 @@
     GGML_TYPE_OSCAR2_96 = 237, \
     GGML_TYPE_OSCAR2_112 = 238, \
     GGML_TYPE_OSCAR2_128 = 239, \
+    GGML_TYPE_TURBO_F16_64 = 240, \
+    GGML_TYPE_TURBO_F16_80 = 241, \
+    GGML_TYPE_TURBO_F16_96 = 242, \
+    GGML_TYPE_TURBO_F16_112 = 243, \
+    GGML_TYPE_TURBO_F16_128 = 244, \
     GGML_TYPE_KVQ_Q8_64 = 245, \
     GGML_TYPE_KVQ_Q8_80 = 246, \
     GGML_TYPE_KVQ_Q8_96 = 247, \
@@ -69,6 +74,14 @@
     X(TURBO3_128, "turbo3", 3) \
     X(TURBO4_128, "turbo4", 4) \
     X(OSCAR2_128, "oscar2", 421)
+
+// window types: X(enum suffix, function suffix, ggml name, values per block, bytes per block)
+#define KVQ_FOR_EACH_WINDOW_TYPE(X) \
+    X(TURBO_F16_64, turbo_f16_64, "turbo_f16_64", 64, 128) \
+    X(TURBO_F16_80, turbo_f16_80, "turbo_f16_80", 80, 160) \
+    X(TURBO_F16_96, turbo_f16_96, "turbo_f16_96", 96, 192) \
+    X(TURBO_F16_112, turbo_f16_112, "turbo_f16_112", 112, 224) \
+    X(TURBO_F16_128, turbo_f16_128, "turbo_f16_128", 128, 256)
 
 // activation types: X(enum suffix, function suffix, ggml name, values per block, bytes per block)
 #define KVQ_FOR_EACH_ACTIVATION_TYPE(X) \

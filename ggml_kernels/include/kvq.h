@@ -30,6 +30,13 @@ GGML_API enum ggml_type kvq_type_for_head(enum ggml_type type, int64_t head_dim)
 // head_dim % block tells.
 GGML_API int kvq_block_for_head(enum ggml_type type, int64_t head_dim);
 
+// true for turbo_f16 of every block size, the types of f16 windows beside a cache
+GGML_API bool kvq_is_window_type(enum ggml_type type);
+
+// The type of the window beside a cache tensor of this type: the same vectors in f16, for turbo types in their rotated domain
+// (turbo_f16 of the same block), for others plain f16.
+GGML_API enum ggml_type kvq_window_type(enum ggml_type stored);
+
 // The type of the values in a cache whose type was named for both: turbo2 for oscar2, whose tiers suit keys alone (the
 // spectrum of values is nearly flat).
 GGML_API enum ggml_type kvq_value_type(enum ggml_type type);
@@ -58,6 +65,12 @@ GGML_API float          kvq_scale (enum ggml_type type);   // int8 units per sig
     GGML_API void kvq_dequantize_row_##F    (const void * x, float * y, int64_t k);
 KVQ_FOR_EACH_CACHE_TYPE(KVQ_DECLARE_CACHE_TYPE)
 
+// f16 window of a turbo type: y = H (signs * x)/sqrt(n) as n f16 values
+#define KVQ_DECLARE_WINDOW_TYPE(E, F, NAME, N, BYTES) \
+    GGML_API void kvq_quantize_row_##F##_ref(const float * x, void * y, int64_t k); \
+    GGML_API void kvq_dequantize_row_##F    (const void * x, float * y, int64_t k);
+KVQ_FOR_EACH_WINDOW_TYPE(KVQ_DECLARE_WINDOW_TYPE)
+
 // rotated int8 query: {float d; int8_t qs[n]}, orthonormal rotation, absmax / 127
 #define KVQ_DECLARE_ACTIVATION_TYPE(E, F, NAME, N, BYTES) \
     GGML_API void kvq_quantize_row_##F##_ref(const float * x, void * y, int64_t k); \
@@ -71,9 +84,10 @@ KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_DECLARE_ACTIVATION_TYPE)
     void kvq_cpu_vec_dot_##F(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 KVQ_FOR_EACH_CACHE_TYPE(KVQ_DECLARE_CPU)
 
-#define KVQ_DECLARE_CPU_ACTIVATION(E, F, NAME, N, BYTES) \
+#define KVQ_DECLARE_CPU_INTERNAL(E, F, NAME, N, BYTES) \
     void kvq_cpu_quantize_row_##F(const float * x, void * y, int64_t k);
-KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_DECLARE_CPU_ACTIVATION)
+KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_DECLARE_CPU_INTERNAL)
+KVQ_FOR_EACH_WINDOW_TYPE(KVQ_DECLARE_CPU_INTERNAL)
 
 struct ggml_compute_params;
 
@@ -87,10 +101,11 @@ void   kvq_cpu_flash_attn(const struct ggml_compute_params * params, struct ggml
 #define KVQ_TRAIT_CACHE(E, F, NAME, FAMILY, CODE, N, BYTES) \
     [GGML_TYPE_##E] = { .type_name = NAME, .blck_size = N, .type_size = BYTES, .is_quantized = true, \
         .to_float = kvq_dequantize_row_##F, .from_float_ref = kvq_quantize_row_##F##_ref },
-#define KVQ_TRAIT_ACTIVATION(E, F, NAME, N, BYTES) \
+#define KVQ_TRAIT_INTERNAL(E, F, NAME, N, BYTES) \
     [GGML_TYPE_##E] = { .type_name = NAME, .blck_size = N, .type_size = BYTES, .is_quantized = true, \
         .to_float = kvq_dequantize_row_##F, .from_float_ref = kvq_quantize_row_##F##_ref },
-#define KVQ_TYPE_TRAITS KVQ_FOR_EACH_CACHE_TYPE(KVQ_TRAIT_CACHE) KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_TRAIT_ACTIVATION)
+#define KVQ_TYPE_TRAITS KVQ_FOR_EACH_CACHE_TYPE(KVQ_TRAIT_CACHE) KVQ_FOR_EACH_WINDOW_TYPE(KVQ_TRAIT_INTERNAL) \
+    KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_TRAIT_INTERNAL)
 
 #define KVQ_TRAIT_CPU_TURBO(E, F, NAME, FAMILY, CODE, N, BYTES) \
     [GGML_TYPE_##E] = { .from_float = kvq_cpu_quantize_row_##F, .vec_dot = kvq_cpu_vec_dot_##F, \
@@ -98,9 +113,10 @@ void   kvq_cpu_flash_attn(const struct ggml_compute_params * params, struct ggml
 #define KVQ_TRAIT_CPU_TIERED(E, F, NAME, FAMILY, CODE, N, BYTES) \
     [GGML_TYPE_##E] = { .from_float = kvq_cpu_quantize_row_##F, .vec_dot = kvq_cpu_vec_dot_##F, \
         .vec_dot_type = GGML_TYPE_F32, .nrows = 1 },
-#define KVQ_TRAIT_CPU_ACTIVATION(E, F, NAME, N, BYTES) \
+#define KVQ_TRAIT_CPU_INTERNAL(E, F, NAME, N, BYTES) \
     [GGML_TYPE_##E] = { .from_float = kvq_cpu_quantize_row_##F },
-#define KVQ_TYPE_TRAITS_CPU KVQ_FOR_EACH_TURBO_TYPE(KVQ_TRAIT_CPU_TURBO) KVQ_FOR_EACH_TIERED_TYPE(KVQ_TRAIT_CPU_TIERED) KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_TRAIT_CPU_ACTIVATION)
+#define KVQ_TYPE_TRAITS_CPU KVQ_FOR_EACH_TURBO_TYPE(KVQ_TRAIT_CPU_TURBO) KVQ_FOR_EACH_TIERED_TYPE(KVQ_TRAIT_CPU_TIERED) \
+    KVQ_FOR_EACH_WINDOW_TYPE(KVQ_TRAIT_CPU_INTERNAL) KVQ_FOR_EACH_ACTIVATION_TYPE(KVQ_TRAIT_CPU_INTERNAL)
 
 // case labels of every cache type, for switches over ggml_type
 #define KVQ_CASE(E, F, NAME, FAMILY, CODE, N, BYTES) case GGML_TYPE_##E:

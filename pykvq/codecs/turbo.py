@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvq.codecs.hadamard import paley
-from pykvq.formats import ACTIVATION_IDS, FAMILIES, PALEY, SIGNS, TYPES, CacheType
+from pykvq.formats import ACTIVATION_IDS, FAMILIES, PALEY, SIGNS, TYPES, WINDOW_IDS, CacheType
 
 LANES = 16      # independent accumulators of a sum, so that SIMD code can keep the order
 FP16_MAX = np.float32(65504)
@@ -73,6 +73,28 @@ def quantise_activation(x: np.ndarray, n: int) -> np.ndarray:
     q = np.rint(y * inverse).astype(np.int8).view(np.uint8)
     d = (peak / np.float32(127)).astype("<f4").view(np.uint8)
     return _joined(np.concatenate([d, q], -1))
+
+
+def quantise_window(x: np.ndarray, n: int) -> np.ndarray:
+    """Rows of the f16 window turbo_f16_n: the orthonormal rotation of each block of n values; float [..., k] to float16 [..., k].
+
+    Raises ValueError for an undeclared n or a k that n does not divide.
+    """
+    _window(n)
+    y = rotate(blocks(np.asarray(x, np.float32), n, f"turbo_f16_{n}"))
+    return _joined((y * (np.float32(1) / np.sqrt(np.float32(n)))).astype(np.float16))
+
+
+def dequantise_window(y: np.ndarray, n: int) -> np.ndarray:
+    """Inverse of quantise_window: float16 [..., k] to float32 [..., k]. Raises ValueError as it does."""
+    _window(n)
+    x = unrotate(blocks(np.asarray(y, np.float16), n, f"turbo_f16_{n}"))
+    return _joined(x * (np.float32(1) / np.sqrt(np.float32(n))))
+
+
+def _window(n: int) -> None:
+    if f"turbo_f16_{n}" not in WINDOW_IDS:
+        raise ValueError(f"no window type has blocks of {n} values")
 
 
 def _member(name: str) -> CacheType:

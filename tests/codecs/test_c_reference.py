@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pykvq.codecs import oscar2, turbo
-from pykvq.formats import ACTIVATION_IDS, FAMILIES, TIERED, TYPES
+from pykvq.formats import ACTIVATION_IDS, FAMILIES, TIERED, TYPES, WINDOW_IDS
 
 TURBO = [name for name, t in TYPES.items() if t.family in FAMILIES]
 from pykvq.native import library
@@ -22,6 +22,7 @@ def base():
     lib.kvq_scale.argtypes, lib.kvq_scale.restype = [ctypes.c_int], ctypes.c_float
     lib.kvq_family_name.argtypes, lib.kvq_family_name.restype = [ctypes.c_int], ctypes.c_char_p
     lib.kvq_type_for_head.argtypes, lib.kvq_type_for_head.restype = [ctypes.c_int, ctypes.c_int64], ctypes.c_int
+    lib.kvq_is_window_type.argtypes, lib.kvq_is_window_type.restype = [ctypes.c_int], ctypes.c_bool
     lib.ggml_type_name.argtypes, lib.ggml_type_name.restype = [ctypes.c_int], ctypes.c_char_p
     lib.ggml_row_size.argtypes, lib.ggml_row_size.restype = [ctypes.c_int, ctypes.c_int64], ctypes.c_size_t
     return lib
@@ -76,6 +77,27 @@ def test_activation_is_bit_exact(base, name, kind):
     n = int(name.rsplit("_", 1)[1])
     x = rows(n, kind)
     np.testing.assert_array_equal(c_quantise(base, ACTIVATION_IDS[name], x, 3 * (n + 4)), turbo.quantise_activation(x, n))
+
+
+@pytest.mark.parametrize("kind", HARD_ROWS)
+@pytest.mark.parametrize("name", WINDOW_IDS)
+def test_window_is_bit_exact(base, name, kind):
+    n = int(name.rsplit("_", 1)[1])
+    x = np.clip(rows(n, kind), -3e3, 3e3)        # what f16 holds
+    y = turbo.quantise_window(x, n)
+    np.testing.assert_array_equal(c_quantise(base, WINDOW_IDS[name], x, 6*n), y.view(np.uint8))
+    back = turbo.dequantise_window(y, n)
+    np.testing.assert_array_equal(c_dequantise(base, WINDOW_IDS[name], y, x.shape[1]).view(np.uint32), back.view(np.uint32))
+    np.testing.assert_allclose(back, x, atol=2e-3*np.abs(x).max() + 1e-6)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_window_of_a_cache_type(base, name):
+    t = TYPES[name]
+    window = base.kvq_window_type(t.id)
+    assert window == (WINDOW_IDS[f"turbo_f16_{t.block}"] if t.family in FAMILIES else 1)
+    assert base.kvq_is_window_type(window) == (window != 1) and not base.kvq_is_window_type(t.id)
+    assert base.ggml_row_size(window, t.block) == 2*t.block
 
 
 @pytest.mark.parametrize("name", TYPES)
