@@ -247,6 +247,7 @@ struct packed_kernels {
     int   stride;       // of a block of levels or of a query in a tile
     float unit;         // one int8 level in units of the block's scale
     float (*quantize_query)(const float * x, int8_t * q);
+    void  (*turn_query)(const float * x, float factor, float * y);   // for the rows of a window
     void  (*unpack_keys)(const uint8_t * const * token, size_t offset, int n, size_t ahead, int8_t * level, int8_t * magnitude, uint16_t * d);
     void  (*add_logits)(const int8_t * level, const int8_t * magnitude, const uint16_t * d, int n, const int8_t * query,
                         size_t query_stride, const float * unit, size_t unit_stride, int rows, float * logit, bool add_to);

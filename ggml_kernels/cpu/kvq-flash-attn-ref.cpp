@@ -28,7 +28,6 @@ void reference_flash_attn(const ggml_compute_params * params, ggml_tensor * dst)
     for (int64_t row = params->ith; row < n_token*n_head*a.q->ne[3]; row += params->nth) {
         const int64_t token = row % n_token, head = row/n_token % n_head, i3 = row/(n_token*n_head);
         const float    * q    = a.query(token, head, i3);
-        const uint16_t * mask = a.mask_row(token, head, i3);
         const float slope = a.slope(head);
         float top = -INFINITY, total = 0.0f;
         memset(acc, 0, dv*sizeof(float));
@@ -36,19 +35,20 @@ void reference_flash_attn(const ggml_compute_params * params, ggml_tensor * dst)
             a.bias.query(token, head, i3, 1.0f, z);
         }
 
-        for (int64_t t = 0; t < a.k->ne[1]; t++) {
+        for (const attn_part & part : a.parts) for (int64_t t = 0; t < part.n_rows(); t++) {
+            const uint16_t * mask = part.mask_row(token, head, i3);
             const float bias = mask ? slope*ggml_fp16_to_fp32(mask[t]) : 0.0f;
             if (bias == -INFINITY) {
                 continue;
             }
-            const float * k = row_as_float(a.k->type, a.key_head(head, i3) + t*a.k->nb[1], key, dk);
-            const float * v = row_as_float(a.v->type, a.value_head(head, i3) + t*a.v->nb[1], value, dv);
+            const float * k = row_as_float(part.k->type, a.rows_of(part.k, head, i3) + t*part.k->nb[1], key, dk);
+            const float * v = row_as_float(part.v->type, a.rows_of(part.v, head, i3) + t*part.v->nb[1], value, dv);
             float logit = 0.0f;
             for (int64_t i = 0; i < dk; i++) {
                 logit += q[i]*k[i];
             }
             if (a.bias) {
-                a.bias.turn(a.bias.positions(i3)[t], turned);
+                a.bias.turn(a.bias.positions(i3)[part.first + t], turned);
                 for (int i = 0; i < a.bias.width(); i++) {
                     logit += z[i]*turned[i];
                 }

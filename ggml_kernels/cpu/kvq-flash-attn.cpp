@@ -3,7 +3,8 @@
 // All query rows that read one KV head are taken together, so a block is read and unpacked once for the group. Queries
 // are rotated on entry and the output is rotated back on exit; in between keys and values stay in the rotated domain.
 //
-// The context is cut into spans of a fixed length, whose partial results are merged in ascending order. So few heads
+// The context is cut into spans of a fixed length, those of the cache and then those of the f16 window, whose partial results
+// are merged in ascending order. So few heads
 // still occupy all threads, and a row's output has the same bits whatever the batch and the number of threads: a token
 // decoded alone, in a prompt or beside other sequences continues alike.
 #include "kvq.h"
@@ -24,7 +25,7 @@ static const packed_kernels * kernels_for(ggml_type type) {
         case GGML_TYPE_##E: { \
             constexpr bool rotated = CODE != KVQ_TIERED; \
             constexpr float unit = 1.0f/codec<CODE>::scale; \
-            static const packed_kernels k = { N, BYTES, tile_stride<N>, unit, quantize_query<N, rotated>, \
+            static const packed_kernels k = { N, BYTES, tile_stride<N>, unit, quantize_query<N, rotated>, turn_query<N, rotated>, \
                 unpack_keys<CODE, N>, add_logits<N>, add_values<CODE, N>, rotated ? unit/sqrtf((float) N) : unit, \
                 rotated ? unrotate<N> : rescale<N> }; \
             return &k; \
@@ -36,7 +37,8 @@ static const packed_kernels * kernels_for(ggml_type type) {
 }
 
 static void to_float_row(ggml_type type, const void * x, float * y, int64_t n) {
-    switch (type) {
+    // the rows of a window stay in the rotated domain
+    switch (kvq_is_window_type(type) ? GGML_TYPE_F16 : type) {
         case GGML_TYPE_F32:  memcpy(y, x, n*sizeof(float)); break;
         case GGML_TYPE_F16:  ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) x, y, n); break;
         case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) x, y, n); break;
@@ -65,7 +67,7 @@ struct plan {
     const packed_kernels * v;   // null: float values
     int group;                  // query heads that share a K head and a V head
     int64_t groups, group_rows; // rows: token-major, so that a tile of rows covers few tokens
-    int64_t row_tiles, tiles, spans;
+    int64_t row_tiles, cache_spans, spans;
     int64_t parts;              // work units of a row tile, each with one partial result a row; 1: no partials
     int64_t part_spans;
     int64_t batch;              // units that a thread takes at a time
@@ -78,8 +80,8 @@ struct plan {
         groups     = a.q->ne[2]/group;
         group_rows = group*a.q->ne[1];
         row_tiles  = (group_rows + ROWS - 1)/ROWS;
-        tiles      = (a.k->ne[1] + TILE - 1)/TILE;
-        spans      = (tiles + SPAN_TILES - 1)/SPAN_TILES;
+        cache_spans = spans_of(a.parts[0].n_rows());
+        spans      = cache_spans + spans_of(a.parts[1].n_rows());
         key_row    = round_up((int) a.k->ne[0], 16);
         value_row  = round_up((int) a.v->ne[0], 16);
 
@@ -96,6 +98,9 @@ struct plan {
         batch = parts > 1 && parts*tiles_of_rows >= 2*n_threads ? groups : 1;
     }
 
+    static int64_t spans_of(int64_t rows) { return (rows + SPAN_TILES*TILE - 1)/(SPAN_TILES*TILE); }
+
+    bool    window()        const { return a.parts[1].k != nullptr; }
     int64_t rows()          const { return group_rows*groups*a.q->ne[3]; }
     int64_t units()         const { return groups*row_tiles*a.q->ne[3]*parts; }
     size_t  partial_size()  const { return 16 + value_row; }   // largest logit, sum of weights, padding; weighted values
@@ -106,7 +111,7 @@ struct plan {
 struct scratch {
     int8_t  * query;         // packed keys: rows of blocks of int8
     float   * query_unit;    // its value in logits, one for each row and block
-    float   * query_float;   // float keys
+    float   * query_float;   // for float keys, in the domain of the window's where the cache has packed ones
     float   * logit, * acc;
     float   * merged;        // of the spans so far
     int8_t  * level, * magnitude;
@@ -122,14 +127,14 @@ struct scratch {
         query_stride = p.k ? blocks*p.k->stride : 0;
         query       = m.take<int8_t>(p.k ? ROWS*query_stride : 0);
         query_unit  = m.take<float>(ROWS*blocks);
-        query_float = m.take<float>(p.k ? 0 : ROWS*p.key_row);
+        query_float = m.take<float>(p.k && !p.window() ? 0 : ROWS*p.key_row);
         logit       = m.take<float>(ROWS*TILE);
         acc         = m.take<float>(ROWS*p.value_row);
         merged      = m.take<float>(ROWS*p.partial_size());
         level       = m.take<int8_t>(p.k ? TILE*p.k->stride : 0);
         magnitude   = m.take<int8_t>(p.k ? TILE*p.k->stride : 0);
-        key         = m.take<float>(p.k ? 0 : TILE*p.key_row);
-        value       = m.take<float>(p.v ? 0 : TILE*p.value_row);
+        key         = m.take<float>(p.k && !p.window() ? 0 : TILE*p.key_row);
+        value       = m.take<float>(p.v && !p.window() ? 0 : TILE*p.value_row);
         value_level = m.take<int8_t>(p.v ? TILE*p.v->block : 0);
         fixed       = m.take<int16_t>(p.v ? ROWS*TILE : 0);
     }
@@ -140,11 +145,12 @@ struct scratch {
             memset(query, 0, ROWS*query_stride);
             memset(level, 0, TILE*p.k->stride);
             memset(magnitude, 0, TILE*p.k->stride);
-        } else {
+        }
+        if (!p.k || p.window()) {
             memset(query_float, 0, ROWS*p.key_row*sizeof(float));
             memset(key, 0, TILE*p.key_row*sizeof(float));
         }
-        if (!p.v) {
+        if (!p.v || p.window()) {
             memset(value, 0, TILE*p.value_row*sizeof(float));
         }
         if (p.a.bias) {
@@ -157,7 +163,7 @@ struct scratch {
 struct row_state {
     int n;
     int token[ROWS], head[ROWS];
-    const uint16_t * mask[ROWS];
+    const uint16_t * mask[2][ROWS];   // of the cache and of the window
     float slope[ROWS];
     float top[ROWS], total[ROWS];    // running maximum of the logits and sum of the weights
     float alpha[ROWS], beta[ROWS];   // factors of the sums so far and of the tile
@@ -166,12 +172,12 @@ struct row_state {
 constexpr uint16_t F16_MINUS_INF = 0xFC00;
 
 // tokens of the tile that some row may see, as bits
-static uint64_t visible_tokens(const row_state & rows, int64_t first, int n) {
+static uint64_t visible_tokens(const uint16_t * const * mask, int rows, int64_t first, int n) {
     uint64_t seen = 0;
     const uint64_t all = n == 64 ? ~0ull : (1ull << n) - 1;
     const uint16_t * last = nullptr;
-    for (int r = 0; r < rows.n && seen != all; r++) {
-        const uint16_t * m = rows.mask[r];
+    for (int r = 0; r < rows && seen != all; r++) {
+        const uint16_t * m = mask[r];
         if (!m) {
             return all;
         }
@@ -252,6 +258,11 @@ static void load_queries(const plan & p, scratch & s, const row_state & rows, in
                 const float d = p.k->quantize_query(q + b*p.k->block, s.query + r*s.query_stride + b*p.k->stride);
                 s.query_unit[r*s.blocks + b] = d*p.k->unit*a.logit_scale();
             }
+            if (p.window()) {
+                for (int64_t i = 0; i < a.k->ne[0]; i += p.k->block) {
+                    p.k->turn_query(q + i, a.logit_scale(), s.query_float + r*p.key_row + i);
+                }
+            }
         } else {
             for (int64_t i = 0; i < a.k->ne[0]; i++) {
                 s.query_float[r*p.key_row + i] = q[i]*a.logit_scale();
@@ -260,8 +271,8 @@ static void load_queries(const plan & p, scratch & s, const row_state & rows, in
     }
 }
 
-static void compute_logits(const plan & p, scratch & s, const uint8_t * const * token, int n, int rows) {
-    if (p.k) {
+static void compute_logits(const plan & p, scratch & s, const attn_part & part, const uint8_t * const * token, int n, int rows) {
+    if (p.k && part.k == p.a.k) {
         uint16_t d[TILE] = {};
         for (size_t b = 0; b < s.blocks; b++) {
             p.k->unpack_keys(token, b*p.k->bytes, n, TILE*p.a.k->nb[1], s.level, s.magnitude, d);
@@ -271,15 +282,15 @@ static void compute_logits(const plan & p, scratch & s, const uint8_t * const * 
     } else {
         for (int t = 0; t < n; t++) {
             if (token[t]) {
-                to_float_row(p.a.k->type, token[t], s.key + t*p.key_row, p.a.k->ne[0]);
+                to_float_row(part.k->type, token[t], s.key + t*p.key_row, part.k->ne[0]);
             }
         }
         float_logits(s.key, n, s.query_float, p.key_row, rows, s.logit);
     }
 }
 
-static void accumulate(const plan & p, scratch & s, const uint8_t * const * token, int n, const row_state & rows) {
-    if (p.v) {
+static void accumulate(const plan & p, scratch & s, const attn_part & part, const uint8_t * const * token, int n, const row_state & rows) {
+    if (p.v && part.v == p.a.v) {
         for (int64_t b = 0; b < p.a.v->ne[0]/p.v->block; b++) {
             p.v->add_values(token, b*p.v->bytes, n, TILE*p.a.v->nb[1], s.logit, rows.alpha, rows.beta, rows.n, s.acc + b*p.v->block,
                             p.value_row, s.value_level, s.fixed);
@@ -287,21 +298,29 @@ static void accumulate(const plan & p, scratch & s, const uint8_t * const * toke
     } else {
         for (int t = 0; t < n; t++) {
             if (token[t]) {
-                to_float_row(p.a.v->type, token[t], s.value + t*p.value_row, p.a.v->ne[0]);
+                to_float_row(part.v->type, token[t], s.value + t*p.value_row, part.v->ne[0]);
             }
         }
-        float_values(s.value, n, p.value_row, s.logit, rows.alpha, rows.beta, rows.n, s.acc, p.value_row);
+        float beta[ROWS];   // the sums of a cache of ours are in its levels
+        for (int r = 0; r < rows.n; r++) {
+            beta[r] = p.v ? rows.beta[r]/p.v->unit : rows.beta[r];
+        }
+        float_values(s.value, n, p.value_row, s.logit, rows.alpha, beta, rows.n, s.acc, p.value_row);
     }
 }
 
-// softmax over tiles [first, last) for the rows of one unit
-static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, int64_t first, int64_t last) {
+// softmax over a span for the rows of one unit
+static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, int64_t span) {
     const attn_args & a = p.a;
-    const int64_t n_kv = a.k->ne[1];
-    const uint8_t * keys   = (const uint8_t *) a.key_head(rows.head[0], i3);
-    const uint8_t * values = (const uint8_t *) a.value_head(rows.head[0], i3);
+    const int which = span >= p.cache_spans;
+    const attn_part & part = a.parts[which];
+    const int64_t n_kv   = part.n_rows();
+    const int64_t first  = (which ? span - p.cache_spans : span)*SPAN_TILES;
+    const int64_t last   = std::min((n_kv + TILE - 1)/TILE, first + SPAN_TILES);
+    const uint8_t * keys   = (const uint8_t *) a.rows_of(part.k, rows.head[0], i3);
+    const uint8_t * values = (const uint8_t *) a.rows_of(part.v, rows.head[0], i3);
 
-    const int32_t * positions = a.bias ? a.bias.positions(i3) : nullptr;
+    const int32_t * positions = a.bias ? a.bias.positions(i3) + part.first : nullptr;
     memset(s.acc, 0, (size_t) rows.n*p.value_row*sizeof(float));
     for (int r = 0; r < rows.n; r++) {
         rows.top[r]   = -INFINITY;
@@ -311,7 +330,7 @@ static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, in
     for (int64_t tile = first; tile < last; tile++) {
         const int64_t t0 = tile*TILE;
         const int width = (int) std::min<int64_t>(TILE, n_kv - t0);
-        const uint64_t seen = visible_tokens(rows, t0, width);
+        const uint64_t seen = visible_tokens(rows.mask[which], rows.n, t0, width);
         if (seen == 0) {
             continue;
         }
@@ -328,22 +347,27 @@ static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, in
             from[n/16] = run;
             for (int t = run; t < run + 16; t++, n++) {
                 const bool visible = seen >> t & 1;
-                key[n]   = visible ? keys   + (t0 + t)*a.k->nb[1] : nullptr;
-                value[n] = visible ? values + (t0 + t)*a.v->nb[1] : nullptr;
+                key[n]   = visible ? keys   + (t0 + t)*part.k->nb[1] : nullptr;
+                value[n] = visible ? values + (t0 + t)*part.v->nb[1] : nullptr;
                 position[n] = visible && positions ? positions[t0 + t] : -1;
             }
         }
 
-        compute_logits(p, s, key, n, rows.n);
+        compute_logits(p, s, part, key, n, rows.n);
         if (positions) {
-            s.bias.add_to(s.logit, n, from, position, positions[t0], rows.n);
+            // rows of a window come in runs of tokens that begin anywhere
+            int at = 0;
+            while (which && !(seen >> at & 1)) {
+                at++;
+            }
+            s.bias.add_to(s.logit, n, from, position, std::max(positions[t0 + at] - at, 0), rows.n);
         }
 
         const bool whole = n == TILE && width == TILE;
         uint16_t gathered[TILE];
         const uint16_t * source = nullptr;
         for (int r = 0; r < rows.n; r++) {
-            const uint16_t * mask = rows.mask[r] ? rows.mask[r] + t0 : nullptr;
+            const uint16_t * mask = rows.mask[which][r] ? rows.mask[which][r] + t0 : nullptr;
             if (!whole) {
                 if (r == 0 || mask != source) {
                     source = mask;
@@ -356,7 +380,7 @@ static void attend(const plan & p, scratch & s, row_state & rows, int64_t i3, in
             }
             softmax_row(s.logit + r*TILE, n, mask, a.softcap, rows, r);
         }
-        accumulate(p, s, value, n, rows);
+        accumulate(p, s, part, value, n, rows);
     }
 }
 
@@ -416,7 +440,9 @@ static void run_unit(const plan & p, scratch & s, float * partials, int64_t unit
     for (int r = 0; r < rows.n; r++) {
         rows.token[r] = (int) ((row0 + r)/p.group);
         rows.head[r]  = (int) (group*p.group + (row0 + r) % p.group);
-        rows.mask[r]  = a.mask_row(rows.token[r], rows.head[r], i3);
+        for (int i = 0; i < 2; i++) {
+            rows.mask[i][r] = a.parts[i].mask_row(rows.token[r], rows.head[r], i3);
+        }
         rows.slope[r] = a.slope(rows.head[r]);
     }
     load_queries(p, s, rows, i3);
@@ -427,7 +453,7 @@ static void run_unit(const plan & p, scratch & s, float * partials, int64_t unit
         clear_partial(result[r], p.value_row);
     }
     for (int64_t span = part*p.part_spans; span < std::min(p.spans, (part + 1)*p.part_spans); span++) {
-        attend(p, s, rows, i3, span*SPAN_TILES, std::min(p.tiles, (span + 1)*SPAN_TILES));
+        attend(p, s, rows, i3, span);
         for (int r = 0; r < rows.n; r++) {
             merge(result[r], rows.top[r], rows.total[r], s.acc + (size_t) r*p.value_row, p.value_row);
         }

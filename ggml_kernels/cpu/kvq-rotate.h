@@ -110,6 +110,18 @@ template <int N, bool rotated = true> static inline float quantize_query(const f
     return amax/127.0f;
 }
 
+// y = factor * x, after an orthonormal rotation if `rotated`
+template <int N, bool rotated> static inline void turn_query(const float * x, float factor, float * y) {
+    f32x16 v[N/16];
+    if constexpr (rotated) {
+        rotate<N>(x, v);
+        factor /= sqrtf((float) N);
+    }
+    for (int i = 0; i < N/16; i++) {
+        store(y + 16*i, mul(rotated ? v[i] : load(x + 16*i), set1(factor)));
+    }
+}
+
 // x = factor * y: the counterpart of unrotate for types without a rotation, whose factor counts sqrt(N) too
 template <int N> static inline void rescale(const float * y, float factor, float * x) {
     const f32x16 f = set1(factor);

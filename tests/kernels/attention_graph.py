@@ -57,6 +57,7 @@ class Ggml:
         self.row_size = _declare(base, "ggml_row_size", c_size_t, c_int, c_int64)
         self.traits = _declare(base, "ggml_get_type_traits", ctypes.POINTER(Traits), c_int)
         self.cpu_traits = _declare(cpu, "ggml_get_type_traits_cpu", ctypes.POINTER(CpuTraits), c_int)
+        self.window_type = _declare(base, "kvq_window_type", c_int, c_int)
         self.plan = _declare(cpu, "ggml_graph_plan", Plan, c_void_p, c_int, c_void_p)
         self.compute = _declare(cpu, "ggml_graph_compute", c_int, c_void_p, ctypes.POINTER(Plan))
         _declare(cpu, "ggml_cpu_init", None)()
@@ -82,12 +83,15 @@ class Ggml:
             dequantise(data[i].ctypes.data, out[i].ctypes.data, k)
         return out
 
-    def run_attention(self, q, k, v, k_type, v_type, mask=None, sinks=None, max_bias=0.0, softcap=0.0, key_bias=None, threads=1, use_ref=False):
-        """q [tokens, heads, dk] float32; k, v uint8 [kv heads, n_kv, row bytes]; mask [tokens, n_kv]; a KeyBias. Gives [tokens, heads, dv]."""
+    def run_attention(self, q, k, v, k_type, v_type, mask=None, sinks=None, max_bias=0.0, softcap=0.0, key_bias=None, window=None, threads=1, use_ref=False):
+        """q [tokens, heads, dk] float32; k, v uint8 [kv heads, n_kv, row bytes]; mask [tokens, n_kv]; a KeyBias over all rows; a Window.
+
+        Gives [tokens, heads, dv]."""
         tokens, heads, dk = q.shape
         kv_heads, n_kv = k.shape[:2]
         dv = v.shape[2]*self.traits(v_type).contents.blck_size//self.traits(v_type).contents.type_size
-        size = 64 + (1 << 20) + (1 << 20) + 2*(2*q.nbytes + k.nbytes + v.nbytes + tokens*n_kv*2 + tokens*heads*dv*4)
+        n_ring = 0 if window is None else window.k.shape[1]
+        size = (3 << 20) + 2*(4*kv_heads*n_ring*(dk + dv) + 2*tokens*n_ring) + 2*(2*q.nbytes + k.nbytes + v.nbytes + tokens*n_kv*2 + tokens*heads*dv*4)
         ctx = self.init(InitParams(size, None, False))
         try:
             def tensor(ggml_type, shape, array):
@@ -107,10 +111,17 @@ class Ggml:
                 table, position = key_bias.table(), key_bias.position.astype(np.int32)
                 sources = (self.permute(ctx, tensor(F32, (dk, heads, tokens, 1), key_bias.q), 0, 2, 1, 3),
                            tensor(F32, (dk, kv_heads, 1, 1), key_bias.b), tensor(F32, (table.shape[1], len(table), 1, 1), table),
-                           tensor(I32, (n_kv, 1, 1, 1), position))
+                           tensor(I32, (n_kv + n_ring, 1, 1, 1), position))
                 for i, source in enumerate(sources, 5):
                     node.src[i] = ctypes.cast(source, ctypes.POINTER(Tensor))
                 node.op_params[8] = key_bias.interleaved
+            if window is not None:
+                node = ctypes.cast(out, ctypes.POINTER(Tensor)).contents
+                sources = (tensor(self.window_type(k_type), (dk, n_ring, kv_heads, 1), window.k),
+                           tensor(self.window_type(v_type), (dv, n_ring, kv_heads, 1), window.v),
+                           tensor(F16, (n_ring, tokens, 1, 1), window.mask.astype(np.float16)))
+                for i, source in enumerate(sources, 9):
+                    node.src[i] = ctypes.cast(source, ctypes.POINTER(Tensor))
             graph = self.new_graph(ctx)
             self.expand(graph, out)
             plan = self.plan(graph, threads, None)
@@ -123,6 +134,14 @@ class Ggml:
             return result
         finally:
             self.free(ctx)
+
+
+@dataclass
+class Window:
+    """f16 copies of some tokens: k, v uint8 [kv heads, n_ring, row bytes] of the window's types; mask [tokens, n_ring]."""
+    k: np.ndarray
+    v: np.ndarray
+    mask: np.ndarray
 
 
 @dataclass
@@ -154,12 +173,17 @@ class KeyBias:
         return out
 
 
-def attention_in_double(q, k, v, mask=None, sinks=None, max_bias=0.0, softcap=0.0, key_bias=None):
-    """q [tokens, heads, dk]; k [kv heads, n_kv, dk]; v [kv heads, n_kv, dv]; mask [tokens, n_kv]; sinks [heads]."""
+def attention_in_double(q, k, v, mask=None, sinks=None, max_bias=0.0, softcap=0.0, key_bias=None, query16=None):
+    """q [tokens, heads, dk]; k [kv heads, n_kv, dk]; v [kv heads, n_kv, dv]; mask [tokens, n_kv]; sinks [heads].
+
+    query16: (q', n), another query that meets the rows from n on, those of an f16 window."""
     heads = q.shape[1]
     group = heads//k.shape[0]
     k, v = (np.repeat(x.astype(np.float64), group, axis=0) for x in (k, v))
     logit = np.einsum("thd,hkd->thk", q.astype(np.float64), k)
+    if query16 is not None:
+        other, first = query16
+        logit[..., first:] = np.einsum("thd,hkd->thk", other.astype(np.float64), k[:, first:])
     if key_bias is not None:
         logit += np.einsum("thd,hkd->thk", key_bias.q.astype(np.float64), np.repeat(key_bias.turned(), group, axis=0))
     logit *= q.shape[2]**-0.5

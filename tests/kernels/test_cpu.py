@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attention_graph import F16, F32, Q4_0, Q8_0, Ggml, KeyBias, attention_in_double
+from attention_graph import F16, F32, Q4_0, Q8_0, Ggml, KeyBias, Window, attention_in_double
 from pykvq.codecs import oscar2, turbo
-from pykvq.formats import ACTIVATION_IDS, BLOCKS, FAMILIES, TIERED, TYPES
+from pykvq.formats import ACTIVATION_IDS, BLOCKS, FAMILIES, TIERED, TYPES, WINDOW_IDS
 from pykvq.native import library_dir
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +61,14 @@ def test_activation_is_bit_exact(ggml, name, kind):
     np.testing.assert_array_equal(ggml.quantise(ACTIVATION_IDS[name], x), turbo.quantise_activation(x, n))
 
 
+@pytest.mark.parametrize("kind", HARD_ROWS)
+@pytest.mark.parametrize("name", WINDOW_IDS)
+def test_window_is_bit_exact(ggml, name, kind):
+    n = int(name.rsplit("_", 1)[1])
+    x = np.clip(rows(n, kind), -3e3, 3e3)
+    np.testing.assert_array_equal(ggml.quantise(WINDOW_IDS[name], x), turbo.quantise_window(x, n).view(np.uint8))
+
+
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf, 3e38))
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_that_are_not_finite_do_not_crash(ggml, name, value):
@@ -98,7 +106,8 @@ def make_mask(kind, tokens, n_kv):
     return np.where(seen, -0.01*np.abs(position - t), -np.inf)
 
 
-def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv=577, mask=None, sinks=False, max_bias=0.0, softcap=0.0, key_bias=None, threads=2):
+def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv=577, mask=None, sinks=False, max_bias=0.0, softcap=0.0, key_bias=None, n_ring=0, hidden=None, threads=2):
+    """n_ring: rows of an f16 window, each the copy of some cell, which the cache's mask then hides. hidden: "cache" or "window", in full."""
     dv = dv or dk
     (k_type, k_block), (v_type, _) = type_for(k_name, dk), type_for(v_name, dv)
     rng = np.random.default_rng([dk, group, tokens, n_kv])
@@ -107,19 +116,40 @@ def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv
     v = ggml.quantise(v_type, rng.standard_normal((kv_heads, n_kv, dv)).astype(np.float32))
     m = None if mask is None else make_mask(mask, tokens, n_kv)
     s = rng.standard_normal(kv_heads*group) if sinks else None
+    window = None
+    if n_ring:
+        k16, v16 = (rng.standard_normal((kv_heads, n_ring, d)).astype(np.float32) for d in (dk, dv))
+        k16, v16 = ggml.quantise(ggml.window_type(k_type), k16), ggml.quantise(ggml.window_type(v_type), v16)
+        m = np.zeros((tokens, n_kv)) if m is None else m
+        cell = rng.integers(n_kv, size=n_ring)
+        m16 = np.where(rng.random(n_ring) < 0.7, m[:, cell], -np.inf)      # rows of other sequences and free ones
+        m = m.copy()
+        m[:, cell] = -np.inf
+        for name, part in (("cache", m), ("window", m16)):
+            part[...] = -np.inf if hidden == name else part
+        window = Window(k16, v16, m16)
     bias = None
     if key_bias is not None:
         n_rot, interleaved = key_bias
         bias = KeyBias(rng.standard_normal(q.shape).astype(np.float32), 3*rng.standard_normal((kv_heads, dk)).astype(np.float32),
-                       np.where(rng.random(n_kv) < 0.1, rng.integers(16000, size=n_kv), 9000 + np.arange(n_kv)), n_rot, interleaved)
+                       np.where(rng.random(n_kv + n_ring) < 0.1, rng.integers(16000, size=n_kv + n_ring), np.arange(n_kv + n_ring) + 9000)
+                       .astype(np.int32), n_rot, interleaved)
     options = dict(mask=m, sinks=s, max_bias=max_bias, softcap=softcap, key_bias=bias)
 
+    whole = dict(options) if window is None else dict(options, mask=np.concatenate([m, m16], 1))
+
     def double(query):
-        return attention_in_double(query, ggml.dequantise(k_type, k, dk), ggml.dequantise(v_type, v, dv), **options)
+        keys, values = ggml.dequantise(k_type, k, dk), ggml.dequantise(v_type, v, dv)
+        if window is None:
+            return attention_in_double(query, keys, values, **whole)
+        keys = [keys, ggml.dequantise(ggml.window_type(k_type), window.k, dk)]
+        values = np.concatenate([values, ggml.dequantise(ggml.window_type(v_type), window.v, dv)], 1)
+        return attention_in_double(query, np.concatenate(keys, 1), values, query16=(q, n_kv), **whole)
 
     def error(got, want):
         return ((got - want)**2).sum()/max((want**2).sum(), 1e-30)
 
+    options["window"] = window
     got = ggml.run_attention(q, k, v, k_type, v_type, threads=threads, **options)
     exact = double(q)
     # Packed keys meet the query in int8; against the same query only the rounding of float sums is left.
@@ -175,6 +205,50 @@ def test_attention_options(ggml, k, v, options):
 def test_attention_with_a_key_bias_left_out(ggml, rotated, interleaved, tokens, group):
     for k, v in (("turbo3", "turbo3"), ("turbo4", "f16")):
         check(ggml, k, v, 64, group=group, tokens=tokens, n_kv=300, mask="window", key_bias=(rotated, interleaved))
+
+
+@pytest.mark.parametrize("k, v", PAIRS)
+def test_window_type_pairs(ggml, k, v):
+    check(ggml, k, v, 64, kv_heads=2, group=3, n_kv=97, n_ring=70)
+    check(ggml, k, v, 256, kv_heads=1, group=2, n_kv=97, n_ring=64, tokens=3, mask="causal")
+
+
+@pytest.mark.parametrize("dk, dv", ((80, 80), (96, 96), (112, 112), (128, 128), (192, 128)))
+def test_window_head_sizes(ggml, dk, dv):
+    for k, v in (("turbo2", "turbo2"), ("oscar2", "turbo2")):
+        check(ggml, k, v, dk, dv, n_kv=130, n_ring=192, tokens=2, mask="causal")
+
+
+@pytest.mark.parametrize("tokens", (1, 2, 8, 17, 64))
+@pytest.mark.parametrize("group", (1, 2, 5, 7, 16))
+def test_window_group_and_batch(ggml, group, tokens):
+    check(ggml, "oscar2", "turbo2", 64, kv_heads=1, group=group, tokens=tokens, n_kv=161, n_ring=128, mask="causal")
+
+
+@pytest.mark.parametrize("options", (
+    dict(mask="window"), dict(mask="holes", sinks=True), dict(sinks=True), dict(softcap=10.0), dict(hidden="cache"), dict(hidden="window"),
+    dict(hidden="cache", sinks=True, mask="causal"), dict(mask="causal", max_bias=8.0), dict(mask="window", max_bias=8.0, softcap=10.0, sinks=True),
+    dict(key_bias=(64, False)), dict(key_bias=(24, True), mask="window"), dict(hidden="cache", key_bias=(64, False), tokens=1)), ids=str)
+@pytest.mark.parametrize("k, v", (("turbo3", "turbo3"), ("oscar2", "turbo2"), ("q8_0", "turbo2"), ("turbo4", "f16")))
+def test_window_options(ggml, k, v, options):
+    check(ggml, k, v, 64, **{"group": 5, "tokens": 7, "n_kv": 300, "n_ring": 600, **options})
+
+
+def test_a_window_is_read(ggml):
+    """Planted faults: a row of the window, its mask or the type of the domain changes the answer."""
+    rng = np.random.default_rng(5)
+    k_type, v_type = type_for("turbo2", 64)[0], type_for("turbo2", 64)[0]
+    q = rng.standard_normal((2, 4, 64)).astype(np.float32)
+    k, v = (ggml.quantise(k_type, rng.standard_normal((2, 80, 64)).astype(np.float32)) for _ in range(2))
+    k16, v16 = (ggml.quantise(ggml.window_type(k_type), rng.standard_normal((2, 64, 64)).astype(np.float32)) for _ in range(2))
+    mask16 = np.zeros((2, 64))
+    run = lambda k16, v16, mask16: ggml.run_attention(q, k, v, k_type, v_type, window=Window(k16, v16, mask16))
+    base, damaged, masked = run(k16, v16, mask16), k16.copy(), mask16.copy()
+    damaged[1, 40] = damaged[1, 41]
+    masked[:, 63] = -np.inf
+    plain = ggml.dequantise(ggml.window_type(k_type), k16, 64).astype(np.float16).view(np.uint8)
+    for other in (run(damaged, v16, mask16), run(k16, v16[:, ::-1], mask16), run(k16, v16, masked), run(plain, v16, mask16)):
+        assert np.abs(other - base).max() > 1e-3
 
 
 def test_a_token_alone_has_the_same_bits_as_in_a_batch(ggml):
