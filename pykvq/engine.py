@@ -85,27 +85,27 @@ class Model:
 
 class Context:
     """One context of a Model with a cache of kv_type (one name or the pair K, V), flash attention on unless told otherwise.
-    offload=False keeps the cache and the attention on the host (llama.cpp's --no-kv-offload).
+    offload=False keeps the cache and the attention on the host (llama.cpp's --no-kv-offload); n_ubatch is n_batch unless given.
 
     Raises ValueError for a wrong type or a refusal of llama.cpp, MemoryError when the cache cannot fit.
     """
 
     def __init__(self, model: Model, n_ctx: int, kv_type: str | tuple[str, str] = "f16", *, n_seq: int = 1, unified: bool = False,
-                 n_batch: int = 512, threads: int | None = None, flash: bool = True, swa_full: bool = True, offload: bool = True,
+                 n_batch: int = 512, n_ubatch: int | None = None, threads: int | None = None, flash: bool = True, swa_full: bool = True, offload: bool = True,
                  kvq: str = "auto", on_tensor=None):
         k, v = split_kv_type(kv_type)
         if is_quantised(v) and not flash:
             raise ValueError(f"a V cache of type {v} needs flash attention; leave it on")
         check_cache(model.header, type_id(k), type_id(v), n_ctx, cache_on_host=not (model.gpu_layers and offload))
         params = native.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_batch, n_seq
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_ubatch or n_batch, n_seq
         params.n_threads = params.n_threads_batch = threads or os.cpu_count()
         params.type_k, params.type_v, params.kv_unified, params.swa_full = type_id(k), type_id(v), unified, swa_full
         params.offload_kqv, params.kvq_off = offload, kvq_is_off(kvq)
         params.flash_attn_type = native.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else native.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if on_tensor is not None:                # ggml_backend_sched_eval_callback; must live as long as the context
             params.cb_eval = self._on_tensor = native.ggml_backend_sched_eval_callback(on_tensor)
-        self.model, self.n_batch, self.kv_type = model, n_batch, (k, v)
+        self.model, self.n_batch, self.n_seq, self.kv_type = model, n_batch, n_seq, (k, v)
         forget()
         self.handle = native.llama_init_from_model(model.handle, params)
         if not self.handle:
@@ -128,6 +128,14 @@ class Context:
 
     def decode_batch(self, entries: Sequence[tuple[int, int, int, bool]]) -> np.ndarray:
         """One llama_decode of (token, position, sequence, wants logits); returns the logits asked for, in order."""
+        self.run(entries)
+        n = sum(bool(entry[3]) for entry in entries)
+        if not n:
+            return np.empty((0, self.model.n_vocab), np.float32)
+        return np.ctypeslib.as_array(native.llama_get_logits(self.handle), shape=(n, self.model.n_vocab)).copy()
+
+    def run(self, entries: Sequence[tuple[int, int, int, bool]]) -> None:
+        """decode_batch without a copy of the logits, for timing: wait() tells when a GPU is done."""
         b = self._batch
         b.n_tokens = len(entries)
         for i, (token, position, seq, wanted) in enumerate(entries):
@@ -136,10 +144,10 @@ class Context:
         status = native.llama_decode(self.handle, b)
         if status:
             raise RuntimeError(reason(f"llama_decode failed with status {status}"))
-        n = sum(bool(entry[3]) for entry in entries)
-        if not n:
-            return np.empty((0, self.model.n_vocab), np.float32)
-        return np.ctypeslib.as_array(native.llama_get_logits(self.handle), shape=(n, self.model.n_vocab)).copy()
+
+    def wait(self) -> None:
+        """Return when everything asked for is computed."""
+        native.llama_synchronize(self.handle)
 
     def encode(self, tokens: Sequence[int]) -> None:
         """Give the encoder of an encoder-decoder model its text, at most n_batch tokens. Raises RuntimeError when llama.cpp cannot."""
@@ -174,14 +182,15 @@ class Context:
     def save(self, seq: int | None = None) -> bytes:
         """State of one sequence, or of the whole context."""
         size = native.llama_state_get_size(self.handle) if seq is None else native.llama_state_seq_get_size(self.handle, seq)
-        buffer = (ctypes.c_uint8 * size)()
+        data = np.empty(size, np.uint8)
+        buffer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n = (native.llama_state_get_data(self.handle, buffer, size) if seq is None
              else native.llama_state_seq_get_data(self.handle, buffer, size, seq))
-        return bytes(buffer[:n])
+        return data[:n].tobytes()
 
-    def load(self, state: bytes, seq: int | None = None) -> None:
-        """Restore what save() returned. Raises ValueError when llama.cpp refuses it (another type, model or size)."""
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+    def load(self, state: bytes | np.ndarray, seq: int | None = None) -> None:
+        """Restore what save() returned, or its bytes in an array. Raises ValueError when llama.cpp refuses it (another type, model or size)."""
+        buffer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         forget()
         n = (native.llama_state_set_data(self.handle, buffer, len(state)) if seq is None
              else native.llama_state_seq_set_data(self.handle, buffer, len(state), seq))

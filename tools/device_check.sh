@@ -5,7 +5,12 @@
 #   tools/device_check.sh run DIR [STEP...]   there, in the unpacked archive: build in DIR, then the steps, by default
 #                                             check sanitize time model
 # Steps: check (grid against the CPU), sanitize (compute-sanitizer on a small grid), time (kernels), model (llama-bench on
-# an 8B-shaped random model), streams (eight of 32K), long (a context of 1,000,000 tokens, half an hour of prefill).
+# an 8B-shaped random model), streams (eight of 32K), long (a context of 1,000,000 tokens, half an hour of prefill);
+# depth (decode at 0, 32K and 128K, and at MILLION=1000000 tokens), prefill128k (512 and 2048 tokens), depthstreams (eight of
+# 32K), all over caches filled from a short prefix; bandwidth (decode attention as a share of a device copy, and what ncu
+# counts), transforms (the cost of calibrated data), calibrate (statistics of the 8B shape), tests (pytest -m cuda).
+# The last three and those of depth need numpy, diskcache, filelock, jinja2, platformdirs, pyyaml and typing_extensions in
+# python3, calibrate click, rich and scipy too.
 # The default steps take eight minutes on 16 cores and one H200, five of them the build. DEPTHS=131072 TYPES="f16 turbo3"
 # REPEAT=2 MODEL=FILE ARCH=90 set what the names say.
 set -euo pipefail
@@ -37,6 +42,25 @@ build() {
     cmake --build "$dir" --target test-kvq-cuda llama-bench llama-batched-bench > "$dir.build.log" 2>&1 || { grep -E "error|FAILED" -A8 "$dir.build.log" | head -60; exit 1; }
 }
 
+random_model() {
+    local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf}
+    [ -f "$gguf" ] || PYTHONPATH=upstream/vendor/llama.cpp/gguf-py python3 tools/random_gguf.py "$gguf"
+    echo "$gguf"
+}
+
+# Python over the libraries of the build
+py() {
+    local dir
+    dir=$(realpath "$1"); shift
+    PYTHONPATH="$PWD:$PWD/upstream:$PWD/upstream/vendor/llama.cpp/gguf-py${PYTHONPATH:+:$PYTHONPATH}" LLAMA_CPP_LIB_PATH="$dir/bin" \
+        PYKVQ_CUDA_TEST="$dir/bin/test-kvq-cuda" python3 "$@"
+}
+
+depth() {
+    local dir=$1 name=$2; shift 2
+    py "$dir" tools/bench_depth.py "$(random_model)" --gpu-layers 99 --repeats "${REPEAT:-5}" --json "$dir.$name.json" "$@"
+}
+
 program() { find "$1" -type f -name "$2" -perm -u+x | head -1; }
 
 step() {
@@ -47,20 +71,42 @@ step() {
                   compute-sanitizer --tool $tool --print-limit 5 "$(program "$dir" test-kvq-cuda)" quick
               done ;;
     time)     "$(program "$dir" test-kvq-cuda)" time ;;
-    model)    local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf} bench
-              bench=$(program "$dir" llama-bench)
-              [ -f "$gguf" ] || PYTHONPATH=upstream/vendor/llama.cpp/gguf-py python3 tools/random_gguf.py "$gguf"
+    model)    local gguf bench
+              gguf=$(random_model) bench=$(program "$dir" llama-bench)
               for t in ${TYPES:-f16 turbo2 turbo3 turbo4}; do
                   "$bench" -m "$gguf" -ngl 99 -fa 1 -ctk $t -ctv $t -p 512 -n 32 -d ${DEPTHS:-0,32768} -r ${REPEAT:-2} -o md 2>&1 | grep -E "\| (qwen|model)|error|kvq" || true
               done ;;
-    streams)  local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf}
+    streams)  local gguf
+              gguf=$(random_model)
               for t in ${TYPES:-f16 turbo2 turbo3 turbo4}; do
                   "$(program "$dir" llama-batched-bench)" -m "$gguf" -ngl 99 -fa on -ctk $t -ctv $t -c 263168 -npp 32768 -ntg 64 -npl 8 -pps -b 2048 -ub 512 2>&1 | grep -E "^\|" | tail -1 | sed "s/^/$t /"
               done ;;
-    long)     local gguf=${MODEL:-/tmp/random-qwen3-8b.gguf}
+    long)     local gguf
+              gguf=$(random_model)
               for t in ${TYPES:-turbo2}; do
                   "$(program "$dir" llama-bench)" -m "$gguf" -ngl 99 -fa 1 -ctk $t -ctv $t -p 0 -n 16 -d 1000000 -r 1 -b 2048 -ub 2048 -o md 2>&1 | grep -E "\| qwen|error|kvq|fail" || true
               done ;;
+    depth)    depth "$dir" depth --types ${TYPES:-f16 turbo2 turbo3 turbo4} --depths ${DEPTHS:-0 32768 131072}
+              depth "$dir" million --types ${TYPES:-f16 turbo2 turbo3} --depths ${MILLION:-1000000} --tokens 16 --repeats 3 ;;
+    depthstreams) depth "$dir" streams --types ${TYPES:-f16 turbo2 turbo3 turbo4} --depths ${DEPTHS:-32768} --streams 8 ;;
+    prefill128k) for n in 512 2048; do
+                  depth "$dir" prefill-$n --types ${TYPES:-f16 turbo2 turbo3 turbo4} --depths ${DEPTHS:-131072} --tokens 4 --prefill $n --ubatch $n
+              done ;;
+    bandwidth) "$(program "$dir" test-kvq-cuda)" bandwidth
+              # the counters need a driver that lets them be read; --clock-control none leaves the card as it is
+              GGML_CUDA_DISABLE_GRAPHS=1 ncu --clock-control none --kernel-name regex:kvq_decode --launch-skip 8 --launch-count 16 \
+                  --metrics gpu__time_duration.sum,dram__bytes_read.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__inst_issued.avg.pct_of_peak_sustained_active \
+                  "$(program "$dir" test-kvq-cuda)" bandwidth 2>&1 | grep -E "kvq_decode|gpu__|dram__|sm__|rror" || true ;;
+    transforms) local gguf copy=/tmp/calibrated-random.gguf
+              gguf=$(random_model)
+              ln -sf "$gguf" "$copy"
+              py "$dir" tests/models/calibrated.py "$copy"
+              for kvq in off auto; do
+                  MODEL=$copy depth "$dir" "transforms-$kvq" --kvq $kvq --types ${TYPES:-f16 turbo2 turbo3} --depths ${DEPTHS:-0 32768}
+              done
+              MODEL=$copy TYPES= depth "$dir" transforms-oscar2 --types f16 oscar2,turbo2 --depths ${DEPTHS:-0 32768} ;;
+    calibrate) time py "$dir" -c "from pykvq.cli import main; main()" calibrate "$(random_model)" --gpu-layers 99 --tokens "${TOKENS:-4096}" --restart -o "$dir.statistics.npz" ;;
+    tests)    py "$dir" -m pytest -q -m cuda tests/cuda -p no:cacheprovider ;;
     *)        echo "unknown step $2"; exit 2 ;;
     esac
 }

@@ -2,6 +2,7 @@
 //   test-kvq-cuda            the whole grid; exit code 1 when something differs, 77 without a CUDA device
 //   test-kvq-cuda quick      a small grid, for compute-sanitizer
 //   test-kvq-cuda time       attention and cache writes timed beside upstream's f16, q8_0 and q4_0
+//   test-kvq-cuda bandwidth  attention of one token at 131072 and of 8 sequences of 32768 as a share of a device copy
 #include "ggml.h"
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -479,11 +480,24 @@ static void time_attention(const ggml_type tk, const ggml_type tv, const int tok
     fflush(stdout);
 }
 
-static void time_all() {
+static double time_copy() {
     const bytes big(size_t(1) << 30, 1);
     const double copy = seconds_of(gpu, [&](graph_build & b, int) { return ggml_dup(b.ctx, b.input(GGML_TYPE_F32, { int64_t(1) << 28 }, big)); }, 2, 9);
     const double rate = 2.0*double(big.size())/copy;
     printf("copy %.0f GB/s, read plus written\n", rate*1e-9);
+    return rate;
+}
+
+static void time_bandwidth() {
+    const double rate = time_copy();
+    for (const ggml_type t : { GGML_TYPE_F16, GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 }) {
+        time_attention(t, kvq_value_type(t), 1, 1, 131072, rate);
+        time_attention(t, kvq_value_type(t), 1, 8, 32768, rate);
+    }
+}
+
+static void time_all() {
+    const double rate = time_copy();
     const ggml_type types[] = { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 };
     for (const int n_kv : { 256, 4096, 32768, 131072 }) {
         for (const ggml_type t : types) {
@@ -526,6 +540,8 @@ int main(int argc, char ** argv) {
     printf("%s against %s\n", ggml_backend_dev_description(device), ggml_backend_name(cpu));
     if (mode == "time") {
         time_all();
+    } else if (mode == "bandwidth") {
+        time_bandwidth();
     } else {
         check_all(mode == "quick");
         printf("%d checks, %d failures\n", checks, failures);

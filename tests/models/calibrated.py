@@ -1,7 +1,11 @@
-"""Calibrated data with random numbers, for tests of what the runtime does with them: right algebra, not good statistics."""
+"""Calibrated data with random numbers, for tests of what the runtime does with them: right algebra, not good statistics.
+
+    python tests/models/calibrated.py MODEL.gguf       writes MODEL.kvq.gguf beside it
+"""
 from __future__ import annotations
 
 import base64
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +35,9 @@ def model_fingerprint(model: Path) -> str:
     from gguf import GGUFReader
     reader = GGUFReader(model)
     arch = reader.get_field("general.architecture").contents()
-    tensors = {t.name: np.ascontiguousarray(t.data).tobytes() for t in reader.tensors}
+    tensors = {t.name: t.data for t in reader.tensors}
     names = [f"blk.{i}.attn_norm.weight" for i in range(reader.get_field(f"{arch}.block_count").contents())]
-    return fnv1a64(arch.encode() + b"".join(tensors[n] for n in (*names, "output_norm.weight") if n in tensors))
+    return fnv1a64(arch.encode() + b"".join(np.ascontiguousarray(tensors[n]).tobytes() for n in (*names, "output_norm.weight") if n in tensors))
 
 
 def metadata(model: Path, arrays: dict[str, np.ndarray]) -> dict[str, str | int]:
@@ -53,3 +57,10 @@ def write_sidecar(model: Path, keys: dict[str, str | int]) -> Path:
     writer.write_kv_data_to_file()
     writer.close()
     return path
+
+
+if __name__ == "__main__":
+    from pykvq.gguf_header import read_header
+    wanted = Path(sys.argv[1])
+    header = read_header(wanted)
+    print(write_sidecar(wanted, metadata(wanted, random_layers(range(len(header.heads_kv)), header.heads_kv[0], header.head_dim_k, 1.3))))

@@ -1,0 +1,57 @@
+"""A cache filled from a prefix: the same as the real one for one prefix, its rows repeated beyond."""
+import numpy as np
+import pytest
+
+from pykvq import deep_state
+from pykvq.deep_state import SequenceState, fill_from_prefix
+from pykvq.engine import Context, Model
+
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 256, 80)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    with Model(tiny_model(64)) as loaded:
+        yield loaded
+
+
+def test_one_prefix_is_the_real_prefill(model):
+    with Context(model, 256, "turbo3", n_seq=2, unified=True) as real, Context(model, 256, "turbo3", n_seq=2, unified=True) as filled:
+        real.decode(TOKENS[:64], 0, logits="none")
+        fill_from_prefix(filled, TOKENS[:64], 64)
+        for i, token in enumerate(TOKENS[64:70]):
+            assert np.array_equal(real.decode([token], 64 + i), filled.decode([token], 64 + i))
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "turbo2", ("turbo4", "f16")])
+def test_rows_repeat_at_new_positions(model, kv_type, monkeypatch):
+    monkeypatch.setattr(deep_state, "PIECE", 48)                 # pieces that begin inside a prefix
+    with Context(model, 256, kv_type, n_seq=2, unified=True) as context:
+        fill_from_prefix(context, TOKENS[:32], 150)
+        deep = SequenceState(context.save(0))
+        assert deep._cells["position"].tolist() == list(range(150))
+        context.clear()
+        context.decode(TOKENS[:32], 0, logits="none")
+        prefix = SequenceState(context.save(0))
+    assert len(deep._layers) == len(prefix._layers) == 4
+    for (_, rows), (_, once) in zip(deep._layers, prefix._layers):
+        assert np.array_equal(rows, once[np.arange(150) % 32])
+
+
+def test_streams_are_copies_of_the_first(model):
+    with Context(model, 3 * 256, "turbo3", n_seq=3) as context:
+        fill_from_prefix(context, TOKENS[:32], 100, n_seq=3)
+        rows = context.decode_batch([(TOKENS[40], 100, seq, True) for seq in range(3)])
+        assert SequenceState(context.save(0)).tokens == 101
+    with Context(model, 256, "turbo3", n_seq=2, unified=True) as context:
+        fill_from_prefix(context, TOKENS[:32], 100)
+        alone = context.decode([TOKENS[40]], 100)
+    assert np.abs(rows - alone).max() < 1e-4 * np.abs(alone).max()
+
+
+def test_other_caches_are_refused(model):
+    with Context(model, 256, "f16", n_seq=2, unified=True, flash=False) as context:      # V transposed
+        with pytest.raises(ValueError, match="one attention cache under flash attention"):
+            fill_from_prefix(context, TOKENS[:32], 100)
+    with pytest.raises(ValueError):
+        SequenceState(b"\0" * 11)
