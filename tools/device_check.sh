@@ -2,6 +2,7 @@
 # Build, check and time the CUDA kernels on a machine with a GPU, nvcc, CMake, ninja and Python, without a network.
 #
 #   tools/device_check.sh pack OUT.tar.gz     here: the patched upstream tree and this repository, in one archive
+#   tools/device_check.sh build DIR           there, in the unpacked archive: only build
 #   tools/device_check.sh run DIR [STEP...]   there, in the unpacked archive: build in DIR, then the steps, by default
 #                                             check sanitize time model
 # Steps: check (grid against the CPU), sanitize (compute-sanitizer on a small grid), time (kernels), model (llama-bench on
@@ -113,9 +114,10 @@ step() {
 
 case ${1:-} in
 pack) pack "$2" ;;
+build) build "$2" ;;
 run)  dir=$2; shift 2
       [ $# -gt 0 ] || set -- check sanitize time model
       date; build "$dir"; date
       for s in "$@"; do echo "== $s"; step "$dir" "$s"; date; done ;;
-*)    sed -n '2,12p' "$0"; exit 2 ;;
+*)    sed -n '2,19p' "$0"; exit 2 ;;
 esac
