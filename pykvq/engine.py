@@ -13,22 +13,23 @@ import llama_cpp.llama_cpp as native
 import numpy as np
 
 from pykvq.gguf_header import read_header
-from pykvq.kv_info import CacheInfo, cache_info
+from pykvq.kv_info import BufferMemory, CacheInfo, cache_info, memory_info
 from pykvq.llama_glue import check_cache, forget, kvq_is_off, reason, record, split_kv_type
 from pykvq.support import is_quantised, type_id
 
 
 class Model:
-    """Weights and vocabulary of a GGUF.
+    """Weights and vocabulary of a GGUF. no_alloc: the vocabulary and the sizes alone, for contexts that only plan (Context.memory_info).
 
     Raises ModelFileError for a missing or truncated file, ValueError when llama.cpp refuses it.
     """
 
-    def __init__(self, path: str | Path, gpu_layers: int = 0):
-        self.header = read_header(path)
+    def __init__(self, path: str | Path, gpu_layers: int = 0, *, no_alloc: bool = False):
+        self.header, self.gpu_layers, self.no_alloc = read_header(path), gpu_layers, no_alloc
         params = native.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
-        self.gpu_layers = gpu_layers
+        if no_alloc:
+            params.no_alloc, params.load_mode = True, native.LLAMA_LOAD_MODE_NONE
         forget()
         self.handle = native.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
@@ -86,22 +87,23 @@ class Model:
 class Context:
     """One context of a Model with a cache of kv_type (one name or the pair K, V), flash attention on unless told otherwise.
     offload=False keeps the cache and the attention on the host (llama.cpp's --no-kv-offload); n_ubatch is n_batch unless given.
+    n_outputs: most tokens of a batch whose logits will be asked for, 0: all of them.
 
     Raises ValueError for a wrong type or a refusal of llama.cpp, MemoryError when the cache cannot fit.
     """
 
     def __init__(self, model: Model, n_ctx: int, kv_type: str | tuple[str, str] = "f16", *, n_seq: int = 1, unified: bool = False,
                  n_batch: int = 512, n_ubatch: int | None = None, threads: int | None = None, flash: bool = True, swa_full: bool = True, offload: bool = True,
-                 kvq: str = "auto", on_tensor=None):
+                 kvq: str = "auto", n_outputs: int = 0, on_tensor=None):
         k, v = split_kv_type(kv_type)
         if is_quantised(v) and not flash:
             raise ValueError(f"a V cache of type {v} needs flash attention; leave it on")
-        check_cache(model.header, type_id(k), type_id(v), n_ctx, cache_on_host=not (model.gpu_layers and offload))
+        check_cache(model.header, type_id(k), type_id(v), n_ctx, cache_on_host=not (model.no_alloc or model.gpu_layers and offload))
         params = native.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_ubatch or n_batch, n_seq
         params.n_threads = params.n_threads_batch = threads or os.cpu_count()
         params.type_k, params.type_v, params.kv_unified, params.swa_full = type_id(k), type_id(v), unified, swa_full
-        params.offload_kqv, params.kvq_off = offload, kvq_is_off(kvq)
+        params.offload_kqv, params.kvq_off, params.n_outputs_max = offload, kvq_is_off(kvq), n_outputs
         params.flash_attn_type = native.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else native.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if on_tensor is not None:                # ggml_backend_sched_eval_callback; must live as long as the context
             params.cb_eval = self._on_tensor = native.ggml_backend_sched_eval_callback(on_tensor)
@@ -160,6 +162,10 @@ class Context:
     def info(self) -> CacheInfo:
         """Effective types and bytes per layer."""
         return cache_info(native._lib, self.handle)
+
+    def memory_info(self) -> tuple[BufferMemory, ...]:
+        """Bytes of weights, caches and compute buffers, per buffer type: allocated, or what would be with a no_alloc model."""
+        return memory_info(native._lib, self.handle)
 
     def clear(self) -> None:
         """Forget every sequence."""

@@ -95,3 +95,27 @@ def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
         LayerCache(r.il, type_name(r.type_k), type_name(r.type_v), r.n_head_kv, r.head_dim_k, r.head_dim_v, bool(r.is_swa), r.n_cells,
                    r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode(), r.transform, bool(r.calibrated),
                    _KEY_BIAS[r.key_bias]) for r in rows))
+
+
+@dataclass(frozen=True)
+class BufferMemory:
+    """What a context holds in one buffer type such as CPU or CUDA0, in bytes; `context` are caches and recurrent states."""
+    device: str
+    host: bool
+    weights: int
+    context: int
+    compute: int
+
+
+class _Memory(ctypes.Structure):                     # struct llama_kvq_memory of ggml_kernels/include/kvq-llama.h
+    _fields_ = [("device", ctypes.c_char * 32), ("host", ctypes.c_int32), ("weights", ctypes.c_uint64), ("context", ctypes.c_uint64),
+                ("compute", ctypes.c_uint64)]
+
+
+def memory_info(libllama: ctypes.CDLL, context: int) -> tuple[BufferMemory, ...]:
+    """The memory of a llama_context (its address)."""
+    f = libllama.llama_kvq_memory_info
+    f.argtypes, f.restype = [ctypes.c_void_p, ctypes.POINTER(_Memory), ctypes.c_int32], ctypes.c_int32
+    rows = (_Memory * f(context, None, 0))()
+    f(context, rows, len(rows))
+    return tuple(BufferMemory(r.device.decode(), bool(r.host), r.weights, r.context, r.compute) for r in rows)

@@ -31,6 +31,18 @@ struct llama_kvq_layer_info {
 // Number of cached layers; the first `capacity` are written to out.
 LLAMA_API int32_t llama_kvq_cache_info(const struct llama_context * ctx, struct llama_kvq_layer_info * out, int32_t capacity);
 
+// What a context holds in the memory of one buffer type, in bytes.
+struct llama_kvq_memory {
+    char     device[32];    // buffer type, e.g. CPU, CUDA0
+    int32_t  host;          // 1: in the host's memory
+    uint64_t weights;
+    uint64_t context;       // caches and recurrent states
+    uint64_t compute;
+};
+
+// Number of buffer types; the first `capacity` are written to out. With llama_model_params.no_alloc: what would be allocated.
+LLAMA_API int32_t llama_kvq_memory_info(const struct llama_context * ctx, struct llama_kvq_memory * out, int32_t capacity);
+
 // First error line that libllama logged on this thread since the last call with forget, "" when there is none.
 LLAMA_API const char * llama_kvq_first_error(bool forget);
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from pykvq.cli.output import Output, common, table
+from pykvq.devices import devices
 from pykvq.formats import FAMILIES, TYPES
 from pykvq.support import OURS
 from pykvq.native import REINSTALL, NativeError, bindings_are_patched, library, library_dir, llama_commit
@@ -107,23 +108,9 @@ def check_programs() -> Iterator[Check]:
                else Check(PASS, "llama-server", f"--cache-type-k takes {', '.join(OURS)}"))
 
 
-def devices() -> list[tuple[str, str]]:
-    """Name and description of every ggml device that can hold a cache."""
-    lib = library("ggml")
-    base = library("ggml-base")
-    lib.ggml_backend_dev_count.restype = ctypes.c_size_t
-    lib.ggml_backend_dev_get.argtypes, lib.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p
-    for f in (base.ggml_backend_dev_name, base.ggml_backend_dev_description):
-        f.argtypes, f.restype = [ctypes.c_void_p], ctypes.c_char_p
-    base.ggml_backend_dev_type.argtypes, base.ggml_backend_dev_type.restype = [ctypes.c_void_p], ctypes.c_int
-    handles = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
-    return [(base.ggml_backend_dev_name(h).decode(), base.ggml_backend_dev_description(h).decode())
-            for h in handles if base.ggml_backend_dev_type(h) <= 2]        # CPU, GPU, integrated GPU
-
-
 def check_backends() -> Iterator[Check]:
     """Flash attention over every family and block size, run on each device with a tiny random model."""
-    for device, description in devices():
+    for device, description in ((d.name, d.description) for d in devices()):
         backend = next((b for start, b in BACKENDS.items() if device.startswith(start)), None)
         if backend is None:
             yield Check(WARN, f"attention {device}", f"{description}: no kernels for {', '.join(FAMILIES)}", "keep the cache on the CPU")

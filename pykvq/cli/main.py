@@ -13,6 +13,7 @@ from pykvq.cli.doctor import doctor
 from pykvq.cli.embed import embed_rotations
 from pykvq.cli.errors import explain
 from pykvq.cli.inspect import inspect
+from pykvq.cli.plan import plan
 from pykvq.cli.types import types
 
 
@@ -69,5 +70,5 @@ def main() -> None:
     """
 
 
-for command in (types, doctor, chat, compare, calibrate, embed_rotations, inspect, completion):
+for command in (types, doctor, plan, chat, compare, calibrate, embed_rotations, inspect, completion):
     main.add_command(command)
