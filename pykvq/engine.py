@@ -175,6 +175,10 @@ class Context:
         """Drop positions start..end-1 of a sequence (end -1: to its end)."""
         return native.llama_memory_seq_rm(self.memory, seq, start, end)
 
+    def last_position(self, seq: int) -> int:
+        """The largest position in the cache of a sequence, -1 when it is empty."""
+        return native.llama_memory_seq_pos_max(self.memory, seq)
+
     def copy(self, source: int, target: int) -> None:
         """Make sequence `target` a copy of `source`."""
         native.llama_memory_seq_cp(self.memory, source, target, -1, -1)

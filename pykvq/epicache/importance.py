@@ -1,0 +1,39 @@
+"""How much the prompt of an episode attends to each cached token, per layer and KV head."""
+from __future__ import annotations
+
+import numpy as np
+
+from pykvq.epicache.queries import LayerQueries
+from pykvq.epicache.rows import values
+from pykvq.epicache.state import SequenceState
+
+
+def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Float32 [heads_kv, cells]: the largest softmax weight that any query head of the group gives to the cell at any prompt token.
+
+    keys: float32 [cells, heads_kv, d]; the softmax runs over the cells alone (arXiv 2509.17396, section 3; the maximum is not a mean).
+    positions: int [cells], read only where the keys lack a bias.
+    """
+    cells, heads_kv, d = keys.shape
+    tokens, heads, _ = queries.q.shape
+    turned = queries.bias.turn(positions) if queries.bias else None
+    out = np.empty((heads_kv, cells), np.float32)
+    for h, group in enumerate(np.split(np.arange(heads), heads_kv)):
+        logits = queries.q[:, group].reshape(-1, d) @ keys[:, h].T
+        if turned is not None:
+            logits += queries.bias.z[:, group].reshape(-1, turned.shape[1]) @ turned.T
+        logits -= logits.max(1, keepdims=True)
+        np.exp(logits, out=logits)
+        logits /= logits.sum(1, keepdims=True)
+        out[h] = logits.max(0)
+    return out
+
+
+def state_scores(queries: dict[int, LayerQueries], layers: list[int], heads_kv: list[int], state: SequenceState) -> list[np.ndarray]:
+    """attention_scores of every cached layer, on the keys as the cache holds them. Raises ValueError for a layer nothing attended to."""
+    out = []
+    for layer, heads, rows in zip(layers, heads_kv, state.keys):
+        if layer not in queries:
+            raise ValueError(f"no attention read the cache of layer {layer}")
+        out.append(attention_scores(queries[layer], values(rows.heads(heads), rows.ggml_type), state.positions))
+    return out
