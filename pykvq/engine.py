@@ -34,6 +34,19 @@ class Model:
         self.handle = native.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             raise ValueError(reason(f"llama.cpp cannot load {path}"))
+        self._take_vocabulary()
+        self._owner = None
+
+    @classmethod
+    def of(cls, llama) -> "Model":
+        """The weights of a llama_cpp.Llama, which goes on owning them."""
+        model = cls.__new__(cls)
+        model.header, model.gpu_layers = read_header(llama.model_path), llama.model_params.n_gpu_layers
+        model.handle, model._owner = llama.model, llama
+        model._take_vocabulary()
+        return model
+
+    def _take_vocabulary(self) -> None:
         self.vocab = native.llama_model_get_vocab(self.handle)
         self.n_vocab = native.llama_vocab_n_tokens(self.vocab)
 
@@ -49,12 +62,13 @@ class Model:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens left out; bytes of a cut character become the replacement character."""
+        return b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token, none for a control token; a character may be cut."""
         buffer = ctypes.create_string_buffer(512)
-        pieces = []
-        for token in tokens:
-            n = native.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, False)
-            pieces.append(buffer.raw[:n])
-        return b"".join(pieces).decode("utf-8", "replace")
+        n = native.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, False)
+        return buffer.raw[:n]
 
     def ends(self, token: int) -> bool:
         """True for tokens that end a generation."""
@@ -62,20 +76,25 @@ class Model:
 
     def chat_tokens(self, prompt: str) -> list[int]:
         """The prompt as one user turn in the model's chat template; the bare text when llama.cpp knows no template for it."""
+        text = self.chat_text([("user", prompt)], True)
+        return self.tokenize(prompt) if text is None else self.tokenize(text, special=True)
+
+    def chat_text(self, messages: Sequence[tuple[str, str]], answer: bool) -> str | None:
+        """(role, content) pairs in the model's chat template, with the opening of an answer if `answer`; None when llama.cpp knows no template."""
         template = native.llama_model_chat_template(self.handle, None)
-        if template:
-            message = (native.llama_chat_message * 1)(native.llama_chat_message(b"user", prompt.encode()))
-            buffer = ctypes.create_string_buffer(2 * len(prompt.encode()) + 4096)
-            n = native.llama_chat_apply_template(template, message, 1, True, buffer, len(buffer))
-            if 0 < n <= len(buffer):
-                return self.tokenize(buffer.raw[:n].decode("utf-8", "replace"), special=True)
-        return self.tokenize(prompt)
+        if not template:
+            return None
+        raw = [(role.encode(), content.encode()) for role, content in messages]
+        array = (native.llama_chat_message * len(raw))(*(native.llama_chat_message(*pair) for pair in raw))
+        buffer = ctypes.create_string_buffer(sum(2 * len(content) + 256 for _, content in raw) + 4096)
+        n = native.llama_chat_apply_template(template, array, len(raw), answer, buffer, len(buffer))
+        return buffer.raw[:n].decode("utf-8", "replace") if 0 < n <= len(buffer) else None
 
     def close(self) -> None:
         """Free the weights; contexts must be closed before."""
-        if self.handle:
+        if self.handle and self._owner is None:
             native.llama_model_free(self.handle)
-            self.handle = None
+        self.handle = None
 
     def __enter__(self) -> "Model":
         return self

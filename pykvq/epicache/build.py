@@ -50,6 +50,8 @@ class Builder:
         if not info or any(layer.swa or not layer.head_dim_v for layer in info):
             raise ValueError("EpiCache needs a model whose layers all keep keys and values of every token: no sliding window, no latent cache")
         self.layers, self.heads_kv = [layer.layer for layer in info], [layer.n_head_kv for layer in info]
+        context.clear()
+        SequenceState.parse(context.save(0))     # a hybrid's recurrent part shows even when nothing is cached
         if plan.layers and (plan.shared or len(plan.layers) != len(info)):
             raise ValueError("layer budgets need one number per layer, and layers that may keep different tokens")
         if not plan.shared and any(layer.key_bias == "left out" for layer in info):

@@ -93,6 +93,20 @@ def sliding_window(path: Path, window: int = 64) -> Path:
     return w.close()
 
 
+def plain(path: Path) -> Path:
+    """Llama: two layers of four heads in two groups, head size 64."""
+    w = _Writer(path, "llama", layers=2, heads=4, heads_kv=2)
+    w.gguf.add_key_length(64)
+    w.gguf.add_value_length(64)
+    w.gguf.add_rope_dimension_count(64)
+    w.norm("output_norm")
+    for i in range(2):
+        w.norm(f"blk.{i}.attn_norm")
+        w.attention(f"blk.{i}.attn", 4, 2, 64)
+        w.feed_forward(f"blk.{i}")
+    return w.close()
+
+
 def soft_capped(path: Path, cap: float = 4.0) -> Path:
     """Gemma 2: logits through cap * tanh(x / cap), which sees a shift that softmax would not; every other layer has a window."""
     w = _Writer(path, "gemma2", layers=2, heads=2, heads_kv=1, tied=True)

@@ -1,0 +1,64 @@
+"""Which conversation a growing list of messages belongs to, and where its memory is: in the process, on disk, or to be made again."""
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from copy import copy
+from pathlib import Path
+
+from pykvq.epicache.chat import Conversation, EpiCache
+from pykvq.epicache.identity import identity
+from pykvq.epicache.messages import Message, message
+from pykvq.epicache.store import Store
+
+log = logging.getLogger("pykvq.epicache")
+
+
+class Conversations:
+    """Many conversations through one EpiCache. memory_limit: bytes of caches kept in the process, least recently used first out; disk_limit: of the
+    store in `root`. Not thread-safe: one answer at a time."""
+
+    def __init__(self, epicache: EpiCache, root: str | Path, memory_limit: int = 2 << 30, disk_limit: int | None = None):
+        self.epicache, self.memory_limit = epicache, memory_limit
+        self.store = Store(root, disk_limit)
+        self.identity = epicache.identity()
+        self._kept: OrderedDict[str, Conversation] = OrderedDict()
+        self.last_id, self.last_reason = "", None
+
+    def chat(self, messages: Sequence[Message | dict], **options) -> Iterator[str]:
+        """Pieces of the answer to a list of messages, as EpiCache.chat(stream=True); saved when it is complete.
+
+        last_id and last_reason then say which conversation it was and why a saved cache was not used.
+        """
+        messages = [message(m) for m in messages]
+        id, conversation, self.last_reason = self._of(messages)
+        self.last_id = id
+        if self.last_reason:
+            log.warning("conversation %s: the saved cache is not used (%s); its text is read again", id, self.last_reason)
+        self.epicache.adopt(conversation)
+        yield from self.epicache.chat(messages, stream=True, **options)
+        conversation = self.epicache.conversation
+        self._kept[id] = conversation
+        self._kept.move_to_end(id)
+        self.store.put(id, conversation, self.identity)
+        self._make_room()
+
+    def close(self) -> None:
+        """Close the store; the EpiCache stays open."""
+        self.store.close()
+
+    def _of(self, messages: Sequence[Message]) -> tuple[str, Conversation, str | None]:
+        found = self.store.find(messages[:-1])
+        if found is None:
+            return uuid.uuid4().hex, Conversation(), None
+        id, known = found
+        conversation, reason = (self._kept[id], None) if id in self._kept else self.store.get(id, self.identity)
+        if known < self.store.length(id) - 2:    # not its end and not its last question asked again: another branch, which gets its own entry
+            conversation, id = copy(conversation), uuid.uuid4().hex
+        return id, conversation, reason
+
+    def _make_room(self) -> None:
+        while len(self._kept) > 1 and sum(c.memory.bytes for c in self._kept.values() if c.memory) > self.memory_limit:
+            self._kept.popitem(last=False)

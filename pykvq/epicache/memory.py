@@ -1,0 +1,131 @@
+"""The episodic memory of one conversation: what was said, its segments, and a compressed cache per episode."""
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pykvq.epicache.build import Builder, Compressed
+from pykvq.epicache.cluster import cluster, episodes, representatives
+from pykvq.epicache.embed import Encoder
+from pykvq.epicache.merge import merged
+from pykvq.epicache.segment import Segment, Utterance, segments
+
+INSTRUCTION = "Recall the names, places, dates, events, decisions, promises and opinions of this part of our conversation:"
+
+
+@dataclass
+class Episode:
+    """One episode: its centroid and cache. version: another one after each change, so that a store knows what to write."""
+    centroid: np.ndarray
+    cache: Compressed
+    version: str
+
+
+@dataclass
+class Memory:
+    """built: utterances that the episodes were made of; clustered: tokens of history at the last clustering; version: as of an episode."""
+    prefix: list[int]
+    segments: list[Segment] = field(default_factory=list)
+    vectors: np.ndarray | None = None
+    label: np.ndarray | None = None
+    episodes: list[Episode] = field(default_factory=list)
+    built: int = 0
+    clustered: int = 0
+    version: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(e.cache.state.bytes for e in self.episodes)
+
+    def tokens(self, utterances: Sequence[Utterance]) -> list[int]:
+        """Prefix and history."""
+        return [*self.prefix, *(t for u in utterances for t in u.tokens)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """width: utterances of a segment; prompt: most tokens of an episode's prompt; episodes: their number, None to choose it;
+    per_question: most episodes that one question reads; near: how close a second one's similarity must be to the best; sinks: first tokens that stay."""
+    width: int = 4
+    prompt: int = 256
+    episodes: int | None = None
+    per_question: int = 2
+    near: float = 0.8
+    sinks: int = 4
+
+
+class Keeper:
+    """Builds and updates memories through one Builder. prompt_tokens(text) gives the tokens of an episode's prompt."""
+
+    def __init__(self, builder: Builder, encode: Encoder, prompt_tokens: Callable[[str], list[int]], settings: Settings):
+        self.builder, self.encode, self.prompt_tokens, self.settings = builder, encode, prompt_tokens, settings
+
+    def update(self, memory: Memory, utterances: Sequence[Utterance]) -> tuple[Memory, int]:
+        """A memory that holds all `utterances`, and how many episodes were (re)built; `memory` stays as it is.
+
+        New segments go to the nearest episode, and only episodes that got one read on. When the history has doubled since the last time,
+        everything is clustered and built anew.
+        """
+        tokens = memory.tokens(utterances)
+        if memory.built == len(utterances):
+            return memory, 0
+        memory = replace(memory, segments=list(memory.segments), episodes=[replace(e) for e in memory.episodes], version=_version())
+        fresh = segments(utterances, self.settings.width, memory.built)
+        new = self.encode([s.text for s in fresh])
+        memory.segments += fresh
+        memory.vectors = new if memory.vectors is None else np.concatenate([memory.vectors, new])
+        if not memory.episodes or len(tokens) >= 2 * memory.clustered:
+            touched = self._cluster(memory, tokens)
+        else:
+            nearest = (new @ np.stack([e.centroid for e in memory.episodes]).T).argmax(1)
+            memory.label = np.concatenate([memory.label, nearest])
+            touched = sorted(set(nearest.tolist()))
+        for e in touched:
+            episode = memory.episodes[e]
+            episode.cache = self.builder.extend(episode.cache, tokens, self._prompt(memory, e))
+            episode.version = _version()
+        memory.built = len(utterances)
+        return memory, len(touched)
+
+    def match(self, memory: Memory, question: str) -> tuple[list[int], list[float]]:
+        """Episodes for a question, the best first, by q . centroid (not normalised, as published), and their weights, to one
+        digit, so that the next question often finds the same cache."""
+        similarity = np.stack([e.centroid for e in memory.episodes]) @ self.encode([question])[0]
+        order = [int(e) for e in np.argsort(-similarity, kind="stable")[:self.settings.per_question]]
+        best = similarity[order[0]]
+        kept = [e for e in order if e == order[0] or best > 0 and similarity[e] >= self.settings.near * best]
+        return kept, [round(float(similarity[e] / best), 1) if best > 0 else 1.0 for e in kept]
+
+    def recall(self, memory: Memory, chosen: Sequence[int], weights: Sequence[float], end: int) -> Compressed:
+        """One cache of the chosen episodes, after `end` tokens."""
+        return merged([memory.episodes[e].cache for e in chosen], weights, self.builder.plan, end)
+
+    def _cluster(self, memory: Memory, tokens: Sequence[int]) -> range:
+        n = self.settings.episodes
+        found = (cluster(memory.vectors, min(n, len(memory.vectors))) if n else episodes(memory.vectors, len(tokens), self.builder.plan.budget))
+        start = self.builder.start(tokens, max(len(memory.prefix), self.settings.sinks))
+        memory.label, memory.clustered = found.label, len(tokens)
+        memory.episodes = [Episode(c, start, "") for c in found.centroids]
+        return range(len(memory.episodes))
+
+    def _prompt(self, memory: Memory, e: int) -> list[int]:
+        """The instruction and the windows nearest the centroid, as many as fit, in the order in which they were said."""
+        order = representatives(memory.vectors, memory.episodes[e].centroid, np.flatnonzero(memory.label == e))
+        taken: list[int] = []
+        prompt = self.prompt_tokens(INSTRUCTION)
+        for i in order:
+            longer = self.prompt_tokens("\n".join([INSTRUCTION, *(memory.segments[j].text for j in sorted([*taken, i]))]))
+            if len(longer) > self.settings.prompt:
+                break
+            taken, prompt = [*taken, i], longer
+        if not taken:                            # the nearest window alone is too long: its beginning
+            prompt = self.prompt_tokens(f"{INSTRUCTION}\n{memory.segments[order[0]].text}")[:self.settings.prompt]
+        return prompt
+
+
+def _version() -> str:
+    return uuid.uuid4().hex
