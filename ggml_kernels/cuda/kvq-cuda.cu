@@ -18,17 +18,22 @@ static bool kvq_v_is_k(const ggml_tensor * k, const ggml_tensor * v) {
         v->ne[0] < k->ne[0] && v->nb[1] == k->nb[1] && v->nb[2] == k->nb[2] && v->nb[3] == k->nb[3];
 }
 
+// a type that only our kernels write and read
+static bool kvq_is_ours(const ggml_type type) {
+    return kvq_is_cache_type(type) || kvq_is_window_type(type);
+}
+
 bool kvq_cuda_owns(const ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_FLASH_ATTN_EXT:
             return kvq_is_cache_type(op->src[1]->type) || kvq_is_cache_type(op->src[2]->type);
         case GGML_OP_SET_ROWS:
-            return kvq_is_cache_type(op->type);
+            return kvq_is_ours(op->type);
         case GGML_OP_GET_ROWS:
         case GGML_OP_CPY:
         case GGML_OP_DUP:
         case GGML_OP_CONT:
-            return kvq_is_cache_type(op->type) || kvq_is_cache_type(op->src[0]->type);
+            return kvq_is_ours(op->type) || kvq_is_ours(op->src[0]->type);
         default:
             return false;
     }
@@ -79,10 +84,66 @@ static kvq_fattn_args kvq_fattn_args_of(const ggml_tensor * dst) {
     if (a.softcap != 0.0f) {
         a.scale /= a.softcap;
     }
+    if (const ggml_tensor * k16 = dst->src[9]) {
+        const ggml_tensor * v16 = dst->src[10], * mask16 = dst->src[11];
+        a.window = { (const char *) k16->data, (const char *) v16->data, (const char *) mask16->data, int64_t(k16->nb[1]), int64_t(k16->nb[2]), int64_t(k16->nb[3]),
+            int64_t(v16->nb[1]), int64_t(v16->nb[2]), int64_t(v16->nb[3]), int64_t(mask16->nb[1]), int64_t(mask16->nb[3]), int(mask16->ne[3]), int(k16->ne[1]) };
+    }
+    if (const ggml_tensor * bq = dst->src[5]) {
+        const ggml_tensor * b = dst->src[6], * trig = dst->src[7], * pos = dst->src[8];
+        a.bias.q    = (const char *) bq->data;
+        a.bias.b    = (const char *) b->data;
+        a.bias.trig = (const char *) trig->data;
+        a.bias.pos  = (const char *) pos->data;
+        a.bias.nbq1 = bq->nb[1];
+        a.bias.nbq2 = bq->nb[2];
+        a.bias.nbq3 = bq->nb[3];
+        a.bias.nbb1 = b->nb[1];
+        a.bias.nbt1 = trig->nb[1];
+        a.bias.nbp1 = pos->nb[1];
+        a.bias.pairs = int(trig->ne[0]/2);
+        a.bias.steps = int(trig->ne[1] - 256);
+        a.bias.seqs  = int(q->ne[3]/pos->ne[1]);
+        a.bias.interleaved = dst->op_params[8] != 0;
+    }
     a.n_head_log2 = 1u << uint32_t(floorf(log2f(float(a.n_head))));
     a.m0 = powf(2.0f, -a.max_bias/a.n_head_log2);
     a.m1 = powf(2.0f, -a.max_bias/2.0f/a.n_head_log2);
     return a;
+}
+
+// Reason why no kernel reads the f16 window of this attention operation, or null.
+static const char * kvq_window_refusal(const ggml_tensor * op) {
+    const ggml_tensor * q = op->src[0], * k16 = op->src[9], * v16 = op->src[10], * mask16 = op->src[11];
+    if (!v16 || !mask16 || kvq_v_is_k(op->src[1], op->src[2])) {
+        return "an f16 window without its values or its mask";
+    }
+    for (const ggml_tensor * x : { k16, v16 }) {
+        const ggml_tensor * stored = x == k16 ? op->src[1] : op->src[2];
+        if (x->type != kvq_window_type(stored->type) || x->ne[0] != stored->ne[0] || x->ne[1] != k16->ne[1] || x->ne[2] != stored->ne[2] || x->ne[3] != q->ne[3]) {
+            return "type or shape of the f16 window";
+        }
+        if (x->nb[1] % 16 != 0 || x->nb[2] % 16 != 0 || x->nb[3] % 16 != 0 || x->view_offs % 16 != 0) {
+            return "layout of the f16 window";
+        }
+    }
+    if (k16->ne[1] % 64 != 0 || mask16->type != GGML_TYPE_F16 || mask16->ne[0] < k16->ne[1] || mask16->nb[1] % 4 != 0 || mask16->ne[2] != 1 || q->ne[3] % mask16->ne[3] != 0) {
+        return "rows or mask of the f16 window";
+    }
+    return nullptr;
+}
+
+// Reason why no kernel adds the key bias of this attention operation, or null.
+static const char * kvq_bias_refusal(const ggml_tensor * op) {
+    const ggml_tensor * q = op->src[0], * bq = op->src[5], * b = op->src[6], * trig = op->src[7], * pos = op->src[8];
+    if (bq->type != GGML_TYPE_F32 || b->type != GGML_TYPE_F32 || trig->type != GGML_TYPE_F32 || pos->type != GGML_TYPE_I32 || bq->nb[0] != 4 || !ggml_are_same_shape(bq, q)) {
+        return "types of the key bias";
+    }
+    const int64_t cells = op->src[1]->ne[1] + (op->src[9] ? op->src[9]->ne[1] : 0);
+    if (trig->ne[0] % 2 != 0 || trig->ne[0] > op->src[1]->ne[0] || trig->ne[1] <= 256 || pos->ne[0] < cells || q->ne[3] % pos->ne[1] != 0 || b->ne[1] != op->src[1]->ne[2]) {
+        return "shape of the key bias";
+    }
+    return nullptr;
 }
 
 // Reason why the device cannot run the operation, or null.
@@ -104,7 +165,7 @@ static const char * kvq_refusal(const int device, const ggml_tensor * op) {
                 if (src->type == dst->type) {
                     return ggml_are_same_shape(src, dst) || (ggml_is_contiguous(src) && ggml_is_contiguous(dst)) ? nullptr : "a copy that reshapes blocks";
                 }
-                if (kvq_is_cache_type(dst->type)) {
+                if (kvq_is_ours(dst->type)) {
                     return is_float(src->type) && src->ne[0] % ggml_blck_size(dst->type) == 0 ? nullptr : "copy between these types";
                 }
                 return is_float(dst->type) && dst->ne[0] % ggml_blck_size(src->type) == 0 ? nullptr : "copy between these types";
@@ -142,6 +203,12 @@ static const char * kvq_refusal(const int device, const ggml_tensor * op) {
     if (kvq_is_cache_type(v->type) && ggml_blck_size(v->type) != (view ? 64 : kvq_head_block(int(v->ne[0])))) {
         return "block size of V";
     }
+    if (const char * reason = op->src[9] ? kvq_window_refusal(op) : nullptr) {
+        return reason;
+    }
+    if (const char * reason = op->src[5] ? kvq_bias_refusal(op) : nullptr) {
+        return reason;
+    }
     kvq_fattn_args a = kvq_fattn_args_of(op);
     kvq_launch attention, combine;
     if (!kvq_plan(a, int(k->ne[0]), int(v->ne[0]), kvq_device_of(device), attention, combine)) {
@@ -152,7 +219,7 @@ static const char * kvq_refusal(const int device, const ggml_tensor * op) {
 
 // The cache that the operation reads or writes: its name says which layer it belongs to.
 static const char * kvq_cache_name(const ggml_tensor * op) {
-    const ggml_tensor * t = op->op == GGML_OP_FLASH_ATTN_EXT ? op->src[1] : kvq_is_cache_type(op->type) ? op : op->src[0];
+    const ggml_tensor * t = op->op == GGML_OP_FLASH_ATTN_EXT ? op->src[1] : kvq_is_ours(op->type) ? op : op->src[0];
     t = t->view_src ? t->view_src : t;
     return t->name[0] ? t->name : op->name;
 }
@@ -228,37 +295,44 @@ void kvq_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     }
 }
 
+// Whether the write `t` can join the launch of n others: it must not read or write what they write.
+static bool kvq_joins(const ggml_tensor * t, const ggml_tensor * const * others, const int n) {
+    if (t->op != GGML_OP_SET_ROWS || (t->flags & GGML_TENSOR_FLAG_OUTPUT) || !(t->flags & GGML_TENSOR_FLAG_COMPUTE) || !t->view_src ||
+        !(kvq_is_ours(t->type) || (n > 0 && t->type == GGML_TYPE_F16)) || !kvq_cuda_rows_fit(n > 0 ? others[0] : t, t)) {
+        return false;
+    }
+    for (int i = 0; i < n; ++i) {
+        if (t->view_src == others[i]->view_src || t->src[0]->view_src == others[i]->view_src || t->src[0] == others[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
 int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
-    auto ours = [](const ggml_tensor * t) {
-        return t->op == GGML_OP_SET_ROWS && kvq_is_cache_type(t->type) && !(t->flags & GGML_TENSOR_FLAG_OUTPUT);
-    };
-    const ggml_tensor * k = graph->nodes[i];
-    if (k != kvq_after_write.attention && !ggml_op_is_empty(k->op)) {
+    if (graph->nodes[i] != kvq_after_write.attention && !ggml_op_is_empty(graph->nodes[i]->op)) {
         kvq_after_write = {};
     }
-    if (!ours(k)) {
+    // writes in a row, with views between them
+    const ggml_tensor * writes[KVQ_ROWS_TOGETHER];
+    int n = 0, last = i, next = i;
+    for (; next < graph->n_nodes; ++next) {
+        const ggml_tensor * t = graph->nodes[next];
+        if (n > 0 && ggml_op_is_empty(t->op)) {
+            continue;
+        }
+        if (n == KVQ_ROWS_TOGETHER || !kvq_joins(t, writes, n)) {
+            break;
+        }
+        writes[n++] = t;
+        last = next;
+    }
+    if (n < 2) {
         return 0;
     }
-    for (int j = i + 1; j < graph->n_nodes; ++j) {
-        const ggml_tensor * v = graph->nodes[j];
-        if (ggml_op_is_empty(v->op)) {
-            continue;         // views between the two
-        }
-        // the second must not read or write what the first writes
-        const bool apart = ours(v) && (v->flags & GGML_TENSOR_FLAG_COMPUTE) && v->view_src && k->view_src && v->view_src != k->view_src &&
-            v->src[0]->view_src != k->view_src && v->src[0] != k;
-        if (!apart || !kvq_cuda_set_rows_two(ctx, k, v)) {
-            return 0;
-        }
-        int next = j + 1;
-        while (next < graph->n_nodes && ggml_op_is_empty(graph->nodes[next]->op)) {
-            next++;
-        }
-        const bool attention = next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_FLASH_ATTN_EXT && kvq_cuda_owns(graph->nodes[next]);
-        if (attention) {
-            kvq_after_write = { graph->nodes[next], ctx.stream() };
-        }
-        return j - i;
+    kvq_cuda_set_rows_together(ctx, writes, n);
+    if (next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_FLASH_ATTN_EXT && kvq_cuda_owns(graph->nodes[next])) {
+        kvq_after_write = { graph->nodes[next], ctx.stream() };
     }
-    return 0;
+    return last - i;
 }

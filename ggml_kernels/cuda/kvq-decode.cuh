@@ -5,10 +5,10 @@
 // query row. The narrow operand has 8 columns: columns 2t and 2t+1 hold the high and the low byte of row t's 16-bit fixed
 // point, and meet in one thread's accumulators. Queries are fixed point relative to the row's largest value; weights times
 // value scales likewise, relative to the largest of the tile. The codes' int8 levels are exact, the K scale goes into the
-// logit, the V scale into the weight.
+// logit, the V scale into the weight. The tiles of an f16 window are products of f16 onto the same accumulators.
 #pragma once
 
-#include "kvq-fattn.cuh"
+#include "kvq-decode-f16.cuh"
 
 template <int DK_, int DV_, int NK_, int NV_, int VP_, int TILE_, int STAGES_, int BLOCKS_, int GROUPS_> struct kvq_decode_shape {
     static constexpr int DK = DK_, DV = DV_;         // head sizes
@@ -23,6 +23,7 @@ template <int DK_, int DV_, int NK_, int NV_, int VP_, int TILE_, int STAGES_, i
     // products of 32 values per block, padded with zero queries; oscar2 has one, one and two for its tiers at any block size
     template <int KB> static constexpr int steps = KB == KVQ_TIERS ? 4 : (NK + 31)/32;
     template <int KB> static constexpr int query_bytes = GROUPS*k_blocks*steps<KB>*32*8;     // fragments of one warp's rows
+    static constexpr int query16_bytes = ROWS*(DK + 8)*2;      // the same rows in f16
 };
 
 // the first tier of oscar2 has the levels of 4-bit codes
@@ -59,11 +60,13 @@ template <int KB, int N> static __device__ __forceinline__ int kvq_query_slot(co
     }
 }
 
-// Rotates and quantises the query rows of one warp into fragments; row_scale gets the factors that undo it.
+// Rotates and quantises the query rows of one warp into fragments; row_scale gets the factors that undo it. q16: null without a
+// window, else their place in f16, times the logit scale.
 template <int KB, typename S> static __device__ __forceinline__ void kvq_load_queries(
-        const kvq_fattn_args & a, const int seq, const int head_kv, const int group, char * frags, float * row_scale, float * buf, const int lane) {
+        const kvq_fattn_args & a, const int seq, const int head_kv, const int group, char * frags, float * row_scale, __half * q16, float * buf, const int lane) {
     constexpr int R = kvq_hadamard<S::NK>::regs;
     constexpr int STEPS = S::template steps<KB>;
+    const float scale16 = (KB == KVQ_TIERS ? 1.0f : rsqrtf(float(S::NK)))*a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E);
     for (int i = lane; i < S::template query_bytes<KB>/16; i += 32) {
         ((uint4 *) frags)[i] = make_uint4(0, 0, 0, 0);
     }
@@ -88,6 +91,9 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
         if (group*S::ROWS + r0 >= a.gqa*a.n_tok) {
             if (lane < 4) {
                 row_scale[r0 + lane] = 0.0f;
+            }
+            for (int i = lane; q16 && i < 4*(S::DK + 8)/2; i += 32) {
+                ((uint32_t *) (q16 + r0*(S::DK + 8)))[i] = 0;
             }
             continue;
         }
@@ -134,6 +140,20 @@ template <int KB, typename S> static __device__ __forceinline__ void kvq_load_qu
             if (lane == 0) {
                 // undo the fixed point, the rotation's sqrt(n), the level table's scale, and apply the attention scale
                 row_scale[r0 + r] = amax[r]/32512.0f*(KB == KVQ_TIERS ? 1.0f : rsqrtf(float(S::NK)))*(a.scale/kvq_scale_of<KB>());
+            }
+        }
+        if (q16) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+#pragma unroll
+                for (int b = 0; b < S::k_blocks; ++b) {
+#pragma unroll
+                    for (int j = 0; j < R; ++j) {
+                        if (j*32 + lane < S::NK) {
+                            q16[(r0 + r)*(S::DK + 8) + b*S::NK + j*32 + lane] = __float2half_rn(x[r][b][j]*scale16);
+                        }
+                    }
+                }
             }
         }
     }
@@ -243,9 +263,10 @@ static __device__ __forceinline__ float kvq_cluster_load(const uint32_t address,
     return x;
 }
 
-template <int KB, int VB, typename S, int MODE>
+template <int KB, int VB, typename S, int MODE, bool BIAS>
 static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a) {
 #ifdef KVQ_AMPERE
+    using F = kvq_bias_shape<S>;
     constexpr bool LINEAR = MODE != KVQ_GENERAL;
     constexpr int T = S::TILE, NI = T/16, NB = S::GROUPS, K_STEPS = S::template steps<KB>, Q_BYTES = S::template query_bytes<KB>;
     using BK = kvq_block<KB, S::NK>;
@@ -278,8 +299,13 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     const int n_rows = a.gqa*a.n_tok;
 
     const int tile_tokens = T*slices;
-    const int n_tiles = (a.n_kv + tile_tokens - 1)/tile_tokens;
-    const int tile0 = int(int64_t(split)*n_tiles/a.n_split), tile1 = int(int64_t(split + 1)*n_tiles/a.n_split);
+    // Tiles of the cache, then those of the window, divided among the blocks in one row; the blocks of a cluster take turns at
+    // the window's, because a short context can lie in it as a whole.
+    const int n_tiles = (a.n_kv + tile_tokens - 1)/tile_tokens, n_window = (a.window.n + tile_tokens - 1)/tile_tokens;
+    const int all_tiles = n_tiles + (MODE == KVQ_SHORT ? 0 : n_window);
+    const int all0 = int(int64_t(split)*all_tiles/a.n_split), all1 = int(int64_t(split + 1)*all_tiles/a.n_split);
+    const int tile0 = min(all0, n_tiles), tile1 = min(all1, n_tiles);
+    const int window0 = MODE == KVQ_SHORT ? split : max(all0 - n_tiles, 0), window1 = MODE == KVQ_SHORT ? n_window : all1 - n_tiles;
 
     extern __shared__ __align__(16) char smem[];
     const int k_bytes = tile_tokens*k_stride, v_bytes = v_is_k ? 0 : tile_tokens*v_stride, m_bytes = LINEAR ? a.mask_rows*T*2 : 0;
@@ -289,6 +315,11 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     float * row_scale = (float *) (q_frags + heads*row_groups*Q_BYTES);       // [heads*row_groups][8]
     char  * ring      = LINEAR ? smem : (char *) (row_scale + ((heads*row_groups*8 + 3) & ~3));
     const uint32_t ring_s = kvq_shared(ring);
+    // behind the stages and their barriers: queries in f16, then those of the bias, its table and the warps' turns
+    __half * q16   = (__half *) (ring + S::STAGES*stage_bytes + 64);
+    float2 * z     = (float2 *) ((char *) q16 + (a.window.n > 0 ? heads*row_groups*S::query16_bytes : 0));
+    __half * table = (__half *) (z + heads*row_groups*S::ROWS*F::PAIRS);
+    float2 * turn  = (float2 *) ((char *) table + F::table_bytes) + warp*F::PAIRS;
 #ifdef KVQ_BULK_COPY
     const uint32_t full_s = ring_s + S::STAGES*stage_bytes;      // LINEAR: a barrier for every stage
     if (LINEAR && tid == 0) {
@@ -356,9 +387,26 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         if (vp == 0 && sl == 0) {
             // the last stage of the ring is still free: scratch for the rotations, of head sizes that are not linear, that need it
             float * buf = LINEAR ? nullptr : (float *) (ring + (S::STAGES - 1)*stage_bytes) + slot*128;
-            kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + slot*Q_BYTES, row_scale + slot*8, buf, lane);
+            kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + slot*Q_BYTES, row_scale + slot*8, a.window.n > 0 ? q16 + slot*(S::query16_bytes/2) : nullptr, buf, lane);
+            if constexpr (BIAS) {
+                const float scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E);
+                for (int r = 0; r < S::ROWS; ++r) {
+                    const int row = group*S::ROWS + r, tok = row < n_rows ? row/a.gqa : 0, head = (head0 + h)*a.gqa + (row < n_rows ? row % a.gqa : 0);
+                    for (int i = lane; i < F::PAIRS; i += 32) {
+                        z[(slot*S::ROWS + r)*F::PAIRS + i] = kvq_bias_query(a.bias, seq, tok, head, head0 + h, i, row < n_rows ? scale : 0.0f);
+                    }
+                }
+            }
+        }
+        if constexpr (BIAS) {
+            for (int i = tid; i < T*F::PAIRS; i += n_threads) {
+                const int offset = i/F::PAIRS, pair = i % F::PAIRS;
+                const float2 cs = pair < a.bias.pairs ? kvq_turn(a.bias, offset, pair) : make_float2(0.0f, 0.0f);
+                *(__half2 *) (table + offset*F::ROW + 2*pair) = __floats2half2_rn(cs.x, cs.y);
+            }
         }
     };
+    const int * pos_first = BIAS ? (const int *) (a.bias.pos + seq/a.bias.seqs*a.bias.nbp1) : nullptr;
     if (a.early_queries) {
         load_queries();
     }
@@ -430,109 +478,8 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         }
     }
 
-    for (int tile = tile0; tile < tile1; ++tile) {
-        // copies of this tile done, and every warp done with the stage that is filled next
-#ifdef KVQ_BULK_COPY
-        if constexpr (LINEAR) {
-            const int i = tile - tile0;
-            kvq_bulk_wait(full_s + i % S::STAGES*8, (i/S::STAGES) & 1);
-        } else
-#endif
-        {
-            kvq_cp_wait<S::STAGES - 2>();
-        }
-        __syncthreads();
-        fetch(tile + S::STAGES - 1);
-
-        const char * kt = ring + ((tile - tile0) % S::STAGES)*stage_bytes;
-        const char * vt = v_is_k ? kt : kt + k_bytes;
-        const int token = tile*tile_tokens + sl*T + g;
-
-        // mask of this thread's rows, tokens 8j + g
-        uint32_t mk[NB][2*NI], any_bits = 0;
-#pragma unroll
-        for (int n = 0; n < NB; ++n) {
-#pragma unroll
-            for (int j = 0; j < 2*NI; ++j) {
-                if constexpr (LINEAR) {
-                    mk[n][j] = a.mask_rows ? kvq_ld16(kt + k_bytes + v_bytes + (tok_q[n]*T + 8*j + g)*2) : 0u;
-                } else {
-                    mk[n][j] = token + 8*j >= a.n_kv ? 0xFC00u : m_first ? kvq_ld16(m_first + tok_q[n]*a.nbm1 + (token + 8*j)*2) : 0u;
-                }
-                any_bits |= mk[n][j];
-            }
-        }
-        const bool masked = __any_sync(0xFFFFFFFFu, any_bits != 0);
-        if (masked) {
-            bool hidden = true;
-#pragma unroll
-            for (int n = 0; n < NB; ++n) {
-#pragma unroll
-                for (int j = 0; j < 2*NI; ++j) {
-                    hidden = hidden && mk[n][j] == 0xFC00u;
-                }
-            }
-            if (__all_sync(0xFFFFFFFFu, hidden)) {
-                continue;
-            }
-        }
-
-        // logits: p[n][j] of row 4n + t and token 8j + g
-        float p[NB][2*NI];
-#pragma unroll
-        for (int b = 0; b < S::k_blocks; ++b) {
-            kvq_key_rows<KB> rows[NI];
-            if constexpr (KB == KVQ_TIERS) {
-#pragma unroll
-                for (int j = 0; j < 2*NI; ++j) {
-                    const uint32_t bits = kvq_ld16(kt + k_at + 8*j*k_stride + b*BK::bytes + BK::scale_off);
-                    rows[j/2].scale[j & 1] = bits;
-                    rows[j/2].two[j & 1]   = tiers.two(bits);
-                    rows[j/2].one[j & 1]   = tiers.one(bits);
-                }
-            }
-            int c[NB][NI][4];
-#pragma unroll
-            for (int n = 0; n < NB; ++n) {
-#pragma unroll
-                for (int i = 0; i < NI; ++i) {
-                    c[n][i][0] = c[n][i][1] = c[n][i][2] = c[n][i][3] = 0;
-                }
-            }
-#pragma unroll
-            for (int s = 0; s < K_STEPS; ++s) {
-                uint2 qb[NB];
-#pragma unroll
-                for (int n = 0; n < NB; ++n) {
-                    const int f = (n*S::k_blocks + b)*K_STEPS + s;
-                    qb[n] = LINEAR ? q_regs[LINEAR ? f : 0] : *(const uint2 *) (my_q + f*32*8);
-                }
-#pragma unroll
-                for (int i = 0; i < NI; ++i) {
-                    const char * at = kt + k_at + 16*i*k_stride + b*BK::bytes + 2*t;
-                    const uint4 kf = kvq_key_frag<KB, S::NK>(k_table, rows[i], at, at + 8*k_stride, s, t);
-#pragma unroll
-                    for (int n = 0; n < NB; ++n) {
-                        kvq_mma_s8(c[n][i], kf, qb[n].x, qb[n].y);
-                    }
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < 2*NI; ++j) {
-                float d;
-                if constexpr (KB == KVQ_TIERS) {
-                    d = __half2float(__ushort_as_half((unsigned short) (rows[j/2].scale[j & 1] & KVQ_TIER_SCALE_MASK)));
-                } else {
-                    d = kvq_ld_half(kt + k_at + 8*j*k_stride + b*BK::bytes + BK::scale_off);
-                }
-#pragma unroll
-                for (int n = 0; n < NB; ++n) {
-                    const float x = float(k_table.shift.join(c[n][j/2][2*(j & 1)], c[n][j/2][2*(j & 1) + 1]));
-                    const float ds = d*logit_scale[n];
-                    p[n][j] = b == 0 ? x*ds : fmaf(x, ds, p[n][j]);
-                }
-            }
-        }
+    // Logits p of this thread's rows and tokens become weights; outputs so far shrink where a maximum moves.
+    auto softmax = [&](float (&p)[NB][2*NI], const uint32_t (&mk)[NB][2*NI], const bool masked) {
         if (a.softcap != 0.0f) {
 #pragma unroll
             for (int n = 0; n < NB; ++n) {
@@ -596,6 +543,157 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
             }
             l[n] += sum;
         }
+    };
+    // true when no row sees a token of the tile; masked tells whether the mask matters
+    auto hidden_tile = [&](const uint32_t (&mk)[NB][2*NI], bool & masked) {
+        uint32_t any_bits = 0;
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2*NI; ++j) {
+                any_bits |= mk[n][j];
+            }
+        }
+        masked = __any_sync(0xFFFFFFFFu, any_bits != 0);
+        if (!masked) {
+            return false;
+        }
+        bool hidden = true;
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2*NI; ++j) {
+                hidden = hidden && mk[n][j] == 0xFC00u;
+            }
+        }
+        return bool(__all_sync(0xFFFFFFFFu, hidden));
+    };
+
+    // the window first: the copies of the cache's first tiles are on their way meanwhile
+    const char * mask16 = a.window.mask + (seq % max(a.window.nem3, 1))*a.window.nbm3;
+#pragma unroll 1
+    for (int tile = window0; tile < window1; tile += MODE == KVQ_SHORT ? KVQ_CLUSTER : 1) {
+        const int token = tile*tile_tokens + sl*T;
+        if (token >= a.window.n) {
+            break;          // a slice past the end
+        }
+        uint32_t mk[NB][2*NI];
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2*NI; ++j) {
+                mk[n][j] = kvq_ld16(mask16 + tok_q[n]*a.window.nbm1 + (token + 8*j + g)*2);
+            }
+        }
+        bool masked;
+        if (hidden_tile(mk, masked)) {
+            continue;
+        }
+        float p[NB][2*NI];
+        kvq_window_logits<S>(p, a.window.k + seq*a.window.nbk3 + (head0 + h)*a.window.nbk2 + token*a.window.nbk1, a.window.nbk1, q16 + slot*(S::query16_bytes/2), g, t);
+        if constexpr (BIAS) {
+            kvq_add_bias<S>(p, mk, a.bias, pos_first + a.n_kv + token, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
+        }
+        softmax(p, mk, masked);
+        kvq_window_outputs<VB, S>(o, p, a.window.v + seq*a.window.nbv3 + (head0 + h)*a.window.nbv2 + token*a.window.nbv1 + vp*S::v_blocks*S::NV*2, a.window.nbv1, g, t);
+    }
+
+    for (int tile = tile0; tile < tile1; ++tile) {
+        // copies of this tile done, and every warp done with the stage that is filled next
+#ifdef KVQ_BULK_COPY
+        if constexpr (LINEAR) {
+            const int i = tile - tile0;
+            kvq_bulk_wait(full_s + i % S::STAGES*8, (i/S::STAGES) & 1);
+        } else
+#endif
+        {
+            kvq_cp_wait<S::STAGES - 2>();
+        }
+        __syncthreads();
+        fetch(tile + S::STAGES - 1);
+
+        const char * kt = ring + ((tile - tile0) % S::STAGES)*stage_bytes;
+        const char * vt = v_is_k ? kt : kt + k_bytes;
+        const int token = tile*tile_tokens + sl*T + g;
+
+        // mask of this thread's rows, tokens 8j + g
+        uint32_t mk[NB][2*NI];
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2*NI; ++j) {
+                if constexpr (LINEAR) {
+                    mk[n][j] = a.mask_rows ? kvq_ld16(kt + k_bytes + v_bytes + (tok_q[n]*T + 8*j + g)*2) : 0u;
+                } else {
+                    mk[n][j] = token + 8*j >= a.n_kv ? 0xFC00u : m_first ? kvq_ld16(m_first + tok_q[n]*a.nbm1 + (token + 8*j)*2) : 0u;
+                }
+            }
+        }
+        bool masked;
+        if (hidden_tile(mk, masked)) {
+            continue;
+        }
+
+        // logits: p[n][j] of row 4n + t and token 8j + g
+        float p[NB][2*NI];
+#pragma unroll
+        for (int b = 0; b < S::k_blocks; ++b) {
+            kvq_key_rows<KB> rows[NI];
+            if constexpr (KB == KVQ_TIERS) {
+#pragma unroll
+                for (int j = 0; j < 2*NI; ++j) {
+                    const uint32_t bits = kvq_ld16(kt + k_at + 8*j*k_stride + b*BK::bytes + BK::scale_off);
+                    rows[j/2].scale[j & 1] = bits;
+                    rows[j/2].two[j & 1]   = tiers.two(bits);
+                    rows[j/2].one[j & 1]   = tiers.one(bits);
+                }
+            }
+            int c[NB][NI][4];
+#pragma unroll
+            for (int n = 0; n < NB; ++n) {
+#pragma unroll
+                for (int i = 0; i < NI; ++i) {
+                    c[n][i][0] = c[n][i][1] = c[n][i][2] = c[n][i][3] = 0;
+                }
+            }
+#pragma unroll
+            for (int s = 0; s < K_STEPS; ++s) {
+                uint2 qb[NB];
+#pragma unroll
+                for (int n = 0; n < NB; ++n) {
+                    const int f = (n*S::k_blocks + b)*K_STEPS + s;
+                    qb[n] = LINEAR ? q_regs[LINEAR ? f : 0] : *(const uint2 *) (my_q + f*32*8);
+                }
+#pragma unroll
+                for (int i = 0; i < NI; ++i) {
+                    const char * at = kt + k_at + 16*i*k_stride + b*BK::bytes + 2*t;
+                    const uint4 kf = kvq_key_frag<KB, S::NK>(k_table, rows[i], at, at + 8*k_stride, s, t);
+#pragma unroll
+                    for (int n = 0; n < NB; ++n) {
+                        kvq_mma_s8(c[n][i], kf, qb[n].x, qb[n].y);
+                    }
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 2*NI; ++j) {
+                float d;
+                if constexpr (KB == KVQ_TIERS) {
+                    d = __half2float(__ushort_as_half((unsigned short) (rows[j/2].scale[j & 1] & KVQ_TIER_SCALE_MASK)));
+                } else {
+                    d = kvq_ld_half(kt + k_at + 8*j*k_stride + b*BK::bytes + BK::scale_off);
+                }
+#pragma unroll
+                for (int n = 0; n < NB; ++n) {
+                    const float x = float(k_table.shift.join(c[n][j/2][2*(j & 1)], c[n][j/2][2*(j & 1) + 1]));
+                    const float ds = d*logit_scale[n];
+                    p[n][j] = b == 0 ? x*ds : fmaf(x, ds, p[n][j]);
+                }
+            }
+        }
+        if constexpr (BIAS) {
+            kvq_add_bias<S>(p, mk, a.bias, pos_first + token - g, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
+        }
+        softmax(p, mk, masked);
 
 #pragma unroll
         for (int b = 0; b < S::v_blocks; ++b) {
@@ -772,9 +870,9 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
 #endif // KVQ_AMPERE
 }
 
-template <int KB, int VB, typename S, bool LINEAR>
+template <int KB, int VB, typename S, bool LINEAR, bool BIAS>
 static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid_constant__ kvq_fattn_args a) {
-    kvq_decode_body<KB, VB, S, LINEAR ? KVQ_LINEAR : KVQ_GENERAL>(a);
+    kvq_decode_body<KB, VB, S, LINEAR ? KVQ_LINEAR : KVQ_GENERAL, BIAS>(a);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -784,5 +882,5 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
 #endif
 template <int KB, int VB, typename S>
 static __global__ void KVQ_CLUSTER_DIMS __launch_bounds__(256, S::BLOCKS) kvq_decode_short(const __grid_constant__ kvq_fattn_args a) {
-    kvq_decode_body<KB, VB, S, KVQ_SHORT>(a);
+    kvq_decode_body<KB, VB, S, KVQ_SHORT, false>(a);
 }

@@ -23,10 +23,32 @@ struct kvq_operand {
     int     stride;             // bytes of a window row in shared memory
 };
 
+// The f16 rows of sinks and recent tokens, beside the cache: of turbo types rotated, of others as they are; no scale.
+struct kvq_f16_window {
+    const char * k, * v;                // [d, n, n_head_kv, n_seq]
+    const char * mask;                  // f16 [n, n_tok, 1, nem3]
+    int64_t nbk1, nbk2, nbk3, nbv1, nbv2, nbv3, nbm1, nbm3;
+    int     nem3;
+    int     n;                          // rows, a multiple of 64; 0 without a window
+};
+
+// A key bias b that the stored keys lack: a logit gains q . R(pos) b. No pairs without one.
+struct kvq_bias_args {
+    const char * q;                     // f32 [d, n_tok, n_head, n_seq], before any transform
+    const char * b;                     // f32 [d, n_head_kv]
+    const char * trig;                  // f32 [2*pairs, 256 + steps]: cosines, then sines, of positions 0..255 and of multiples of 256
+    const char * pos;                   // i32 [n_kv + window rows, n_seq/seqs]
+    int64_t nbq1, nbq2, nbq3, nbb1, nbt1, nbp1;
+    int     pairs, steps, seqs;
+    bool    interleaved;                // pairs (0, 1), (2, 3), ...; else (0, pairs), (1, pairs + 1), ...
+};
+
 // Arguments of both attention kernels. A query row is (token, head in group), row = token*gqa + head.
 struct kvq_fattn_args {
     const char  * q;
     kvq_operand   k, v;
+    kvq_f16_window window;
+    kvq_bias_args  bias;
     const char  * mask;         // f16 [n_kv, n_tok, 1, nem3], or null
     const float * sinks;        // one logit a head, or null
     float       * dst;          // [dv, n_head, n_tok, n_seq]
@@ -143,6 +165,35 @@ static __device__ __forceinline__ float kvq_exp2(const float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// transposes an 8 x 8 matrix of halves, of which lane 4*row + t holds columns 2t and 2t + 1
+static __device__ __forceinline__ uint32_t kvq_transpose(const uint32_t x) {
+    uint32_t r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+static __device__ __forceinline__ uint32_t kvq_pack_half2(const float low, const float high) {
+    const __half2 h = __floats2half2_rn(low, high);
+    return *(const uint32_t *) &h;
+}
+
+// cosine and sine of pair i at a position, which is not negative: the turn by its multiple of 256, then by the rest
+static __device__ __forceinline__ float2 kvq_turn(const kvq_bias_args & bias, const int pos, const int i) {
+    const float * a = (const float *) (bias.trig + (256 + min(pos >> 8, bias.steps - 1))*bias.nbt1) + i;
+    const float * c = (const float *) (bias.trig + (pos & 255)*bias.nbt1) + i;
+    const float ac = a[0], as = a[bias.pairs], cc = c[0], cs = c[bias.pairs];
+    return make_float2(ac*cc - as*cs, as*cc + ac*cs);
+}
+// What row (token, head) meets cosine and sine of pair i with, times scale; 0 past the last pair.
+static __device__ __forceinline__ float2 kvq_bias_query(const kvq_bias_args & bias, const int seq, const int tok, const int head, const int head_kv, const int i, const float scale) {
+    if (i >= bias.pairs) {
+        return make_float2(0.0f, 0.0f);
+    }
+    const float * q = (const float *) (bias.q + seq*bias.nbq3 + tok*bias.nbq1 + head*bias.nbq2);
+    const float * b = (const float *) (bias.b + head_kv*bias.nbb1);
+    const int x = bias.interleaved ? 2*i : i, y = bias.interleaved ? 2*i + 1 : i + bias.pairs;
+    return make_float2(scale*(q[x]*b[x] + q[y]*b[y]), scale*(q[y]*b[x] - q[x]*b[y]));
 }
 
 // Starts the copy of n_rows token rows of a window into shared memory; rows past the end become zeros.

@@ -2,6 +2,7 @@
 //
 // Warpgroups 0 and 1 copy compressed rows of K and V and write them as f16 tiles into a ring; warpgroups 2 and 3 take 64
 // query rows each, keep queries and outputs in registers, and overlap the products of one tile with the softmax of the next.
+// The tiles of an f16 window follow those of the cache.
 // Compile for sm_90a: other targets get an empty kernel.
 #pragma once
 
@@ -103,6 +104,9 @@ template <int N> static __device__ __forceinline__ int kvq_tile_position(const i
 // coordinate of the even position 8j + 2t
 template <int N> static __device__ __forceinline__ int kvq_tile_coordinate(const int store, const int j, const int t) {
     const int b = j*8/N*N, v = j - b/8;
+    if (store == KVQ_STORE_OSCAR2) {
+        return b + (v < N/32 ? (t & 1)*(N/8) + 4*v + (t >> 1)*2 : v < N/16 ? N/4 + t*(N/16) + 2*(v - N/32) : N/2 + (4*(v & 1) + t)*(N/16) + (v - N/16)/2*2);
+    }
     return store == KVQ_STORE_TURBO4 ? b + (t & 1)*(N/2) + v*4 + (t >> 1)*2 : store <= KVQ_STORE_TURBO3 ? b + t*(N/4) + v*2 : 8*j + 2*t;
 }
 
@@ -174,6 +178,24 @@ template <typename S> static __device__ __forceinline__ void kvq_fill_tiers(
     }
 }
 
+// TILE rows of an f16 window, in the order of values that the tiles of `store` have.
+template <typename S> static __device__ __forceinline__ void kvq_fill_window(const int store, const char * rows, const int64_t nb, char * tile, const int tid) {
+    const bool in_order = store == KVQ_STORE_F16 || store == KVQ_STORE_Q8_0;
+#pragma unroll 4
+    for (int i = tid; i < S::TILE*S::D/8; i += 128) {
+        const int tok = i/(S::D/8), c = i % (S::D/8);
+        const char * row = rows + tok*nb;
+        uint4 w;
+        if (in_order) {
+            w = *(const uint4 *) (row + 16*c);
+        } else {
+            auto pair = [&](const int t) { return *(const uint32_t *) (row + 2*kvq_tile_coordinate<S::N>(store, c, t)); };
+            w = make_uint4(pair(0), pair(1), pair(2), pair(3));
+        }
+        *(uint4 *) (tile + (c/8)*S::PANEL_BYTES + tok*128 + ((c ^ tok) & 7)*16) = w;
+    }
+}
+
 template <typename S> static __device__ __forceinline__ void kvq_fill_tile(
         const int store, const char * raw, const int stride, const int shift0, const int shift1, char * tile, const int warp, const int lane) {
     if (store == KVQ_STORE_TURBO2) {
@@ -220,7 +242,7 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
     const int head_kv = blockIdx.y;
     const int seq = blockIdx.z/a.n_split, split = blockIdx.z % a.n_split;
     const int n_rows = a.gqa*a.n_tok;
-    const int n_tiles = (a.n_kv + T - 1)/T;
+    const int n_cache = (a.n_kv + T - 1)/T, n_tiles = n_cache + a.window.n/T;      // tiles of the cache, and with those of the window
     const int tile0 = int(int64_t(split)*n_tiles/a.n_split), tile1 = int(int64_t(split + 1)*n_tiles/a.n_split);
 
     extern __shared__ __align__(16) char smem_any[];
@@ -250,7 +272,7 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
         const bool fast = op.gran == 16 && kvq_copier::possible(T, op.chunks, op.nb1);
         const char * aligned = (const char *) ((uintptr_t) first & ~uintptr_t(15));
         auto fetch = [&](const int tile) {
-            if (tile < tile1) {
+            if (tile < min(tile1, n_cache)) {
                 const uint32_t at = raw_s + uint32_t((tile - tile0) & 1)*bytes;
                 if (fast) {
                     copier.copy(at, aligned + int64_t(tile)*T*op.nb1, T, a.n_kv - tile*T);
@@ -269,7 +291,15 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
             }
             kvq_cp_wait<1>();
             kvq_producers_sync(group);
-            kvq_fill_tile<S>(op.store, my_raw + (i & 1)*bytes, op.stride, shift0, shift1, ring + (slot*2 + group)*S::TILE_BYTES, in_group, lane);
+            char * filled = ring + (slot*2 + group)*S::TILE_BYTES;
+            if (tile < n_cache) {
+                kvq_fill_tile<S>(op.store, my_raw + (i & 1)*bytes, op.stride, shift0, shift1, filled, in_group, lane);
+            } else {
+                const kvq_f16_window & w = a.window;
+                const char * rows = group == 0 ? w.k + seq*w.nbk3 + head_kv*w.nbk2 : w.v + seq*w.nbv3 + head_kv*w.nbv2;
+                const int64_t nb = group == 0 ? w.nbk1 : w.nbv1;
+                kvq_fill_window<S>(op.store, rows + (tile - n_cache)*T*nb, nb, filled, tid);
+            }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             kvq_barrier_arrive(full_s + 8*slot);
             kvq_producers_sync(group);          // the raw rows are read: their place is free
@@ -354,6 +384,18 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
     // mask of a tile, two tokens a word
     uint32_t mk[2][NT];
     auto load_mask = [&](const int tile) {
+        if (tile >= n_cache) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = min(row0 + g + 8*i, n_rows - 1);
+                const char * mask = a.window.mask + (seq % a.window.nem3)*a.window.nbm3 + (row/a.gqa)*a.window.nbm1 + ((tile - n_cache)*T + 2*t)*2;
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+                    mk[i][j] = *(const uint32_t *) (mask + 16*j);
+                }
+            }
+            return;
+        }
         const int token = tile*T + 2*t;
         const bool whole = (tile + 1)*T <= a.n_kv && (a.nbm1 & 3) == 0;
 #pragma unroll
@@ -373,7 +415,14 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
     };
     float decay[2];
     // logits p become weights; m moves on; decay says by how much older outputs shrink
-    auto softmax = [&]() {
+    auto softmax = [&](const int tile) {
+        if (tile >= n_cache) {          // the window's rows have no units of levels
+            const float unit_k = 1.0f/kvq_tile_factor(a.k.store);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                p[i] *= unit_k;
+            }
+        }
         if (a.softcap != 0.0f) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
@@ -417,7 +466,14 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
             l[i] = fmaf(l[i], decay[i], sum);
         }
     };
-    auto pack_weights = [&]() {
+    auto pack_weights = [&](const int tile) {
+        if (tile >= n_cache) {
+            const float unit_v = 1.0f/kvq_tile_factor(a.v.store);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                p[i] *= unit_v;
+            }
+        }
 #pragma unroll
         for (int s = 0; s < T/16; ++s) {
 #pragma unroll
@@ -443,9 +499,9 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
         logits(0);
         kvq_wgmma_wait<0>();
         kvq_wgmma_hold(p);
-        softmax();
+        softmax(tile0);
         load_mask(min(tile0 + 1, tile1 - 1));       // a tile ahead of its use
-        pack_weights();
+        pack_weights(tile0);
     }
     for (int tile = tile0 + 1; tile < tile1; ++tile) {
         const int i = tile - tile0, slot = i % S::STAGES, before = (i - 1) % S::STAGES;
@@ -457,7 +513,7 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
         outputs(before);
         kvq_wgmma_wait<1>();
         kvq_wgmma_hold(p);
-        softmax();
+        softmax(tile);
         load_mask(min(tile + 1, tile1 - 1));
         kvq_wgmma_wait<0>();
         kvq_wgmma_hold(o);
@@ -465,7 +521,7 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
             kvq_barrier_arrive(empty_s + 8*before);
         }
         shrink();
-        pack_weights();
+        pack_weights(tile);
     }
     if (tile0 < tile1) {
         kvq_wgmma_hold(o);

@@ -1,19 +1,21 @@
 // Attention of many query rows, or of a compressed cache mixed with f16 or q8_0: f16 tensor-core products over tiles
 // that are dequantised in shared memory, in the rotated domain. Half of the warps dequantise the next tile before their
-// products and half after them, so that unpacking and tensor cores overlap.
+// products and half after them, so that unpacking and tensor cores overlap. The tiles of an f16 window follow those of the
+// cache. A key bias lengthens keys and queries: by cosines and sines of the position, and by what a query meets them with.
 #pragma once
 
 #include "kvq-fattn.cuh"
 
-template <int DK_, int DV_, int DVP_, int NK_, int NV_, int WARPS_, int MT_, int TILE_> struct kvq_prefill_shape {
+template <int DK_, int DV_, int DVP_, int NK_, int NV_, int WARPS_, int MT_, int TILE_, int NR_> struct kvq_prefill_shape {
     static constexpr int DK = DK_, DV = DV_;         // head sizes
+    static constexpr int NR = NR_;                   // values that a key bias adds to a key, 0 without
     static constexpr int DVP = DVP_;                 // part of the value head that one block computes
     static constexpr int NK = NK_, NV = NV_;         // values per block of our types
     static constexpr int WARPS = WARPS_, MT = MT_;   // warps, and 16-row tiles of each: every fragment of K and V serves MT products
     static constexpr int ROWS = WARPS*MT*16;         // query rows of a block
     static constexpr int TILE = TILE_;               // tokens dequantised at once
     static constexpr int STEP = TILE < 32 ? TILE : 32;   // tokens of one softmax step
-    static constexpr int SK = DK + 8, SV = DVP + 8;  // row strides in halves; odd multiples of 16 bytes
+    static constexpr int SK = DK + NR + 8, SV = DVP + 8;  // row strides in halves; odd multiples of 16 bytes
     static constexpr int fixed_bytes = 2*(ROWS*SK + 2*TILE*(SK + SV));      // queries and two tiles of K and V
 };
 
@@ -29,13 +31,13 @@ static __device__ __forceinline__ float kvq_tile_factor(const int store) {
     return store == 2 ? 32.0f/kvq_scale_of<2>() : store == 3 ? 32.0f/kvq_scale_of<3>() : store == 4 ? 32.0f/kvq_scale_of<4>() : store == KVQ_STORE_OSCAR2 ? 32.0f/KVQ_TIER_SCALE : 1.0f;
 }
 
-// Dequantises TILE token rows of D values into halves of row stride D + 8. shift0, shift1: where the slice of even and
+// Dequantises TILE token rows of D values into halves of row stride SD. shift0, shift1: where the slice of even and
 // odd tokens begins in its window row.
-template <int BITS, int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_turbo(
+template <int BITS, int D, int N, int TILE, int THREADS, int SD> static __device__ __forceinline__ void kvq_dequantise_turbo(
         const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
     using B = kvq_block<BITS, N>;
     // PER threads a token, each every PER-th unit: one scale a thread, and neighbouring tokens in different banks
-    constexpr int SD = D + 8, PER = THREADS/TILE, EACH = (B::units + PER - 1)/PER;
+    constexpr int PER = THREADS/TILE, EACH = (B::units + PER - 1)/PER;
     static_assert(THREADS % TILE == 0, "a token has the same threads in every tile");
     const int q = tid % PER, tok = tid/PER;
     const kvq_tables<BITS, 128> table;
@@ -106,10 +108,10 @@ template <int N> static __device__ __forceinline__ uint4 kvq_tier_chunk(
 }
 
 // The same tile for oscar2: a lane a coordinate where the planes are odd, else a lane a chunk.
-template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_tiers(
+template <int D, int N, int TILE, int THREADS, int SD> static __device__ __forceinline__ void kvq_dequantise_tiers(
         const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
     using P = kvq_tier_block<N>;
-    constexpr int SD = D + 8, PER = THREADS/TILE, BYTES = kvq_block<KVQ_TIERS, N>::bytes;
+    constexpr int PER = THREADS/TILE, BYTES = kvq_block<KVQ_TIERS, N>::bytes;
     const int q = tid % PER, tok = tid/PER;
     const kvq_tier_tables tiers(tid & 31);
     const kvq_tables<4, 128> table;
@@ -152,17 +154,16 @@ template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__
     }
 }
 
-template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__ void kvq_dequantise_tile(
+template <int D, int N, int TILE, int THREADS, int SD> static __device__ __forceinline__ void kvq_dequantise_tile(
         const int store, const char * raw, const int stride, const int shift0, const int shift1, __half * tile, const int tid) {
-    constexpr int SD = D + 8;
     if (store == KVQ_STORE_TURBO2) {
-        kvq_dequantise_turbo<2, D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
+        kvq_dequantise_turbo<2, D, N, TILE, THREADS, SD>(raw, stride, shift0, shift1, tile, tid);
     } else if (store == KVQ_STORE_TURBO3) {
-        kvq_dequantise_turbo<3, D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
+        kvq_dequantise_turbo<3, D, N, TILE, THREADS, SD>(raw, stride, shift0, shift1, tile, tid);
     } else if (store == KVQ_STORE_TURBO4) {
-        kvq_dequantise_turbo<4, D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
+        kvq_dequantise_turbo<4, D, N, TILE, THREADS, SD>(raw, stride, shift0, shift1, tile, tid);
     } else if (store == KVQ_STORE_OSCAR2) {
-        kvq_dequantise_tiers<D, N, TILE, THREADS>(raw, stride, shift0, shift1, tile, tid);
+        kvq_dequantise_tiers<D, N, TILE, THREADS, SD>(raw, stride, shift0, shift1, tile, tid);
     } else {
         for (int i = tid; i < TILE*D/2; i += THREADS) {
             const int tok = i/(D/2), c = i % (D/2);
@@ -182,6 +183,25 @@ template <int D, int N, int TILE, int THREADS> static __device__ __forceinline__
     }
 }
 
+// TILE rows of an f16 window into such a tile
+template <int D, int TILE, int THREADS, int SD> static __device__ __forceinline__ void kvq_copy_f16_tile(const char * rows, const int64_t nb, __half * tile, const int tid) {
+#pragma unroll 4
+    for (int i = tid; i < TILE*D/8; i += THREADS) {
+        const int tok = i/(D/8), c = i % (D/8);
+        *(uint4 *) (tile + tok*SD + 8*c) = *(const uint4 *) (rows + tok*nb + 16*c);
+    }
+}
+
+// Cosines and sines of the positions of n tokens behind their keys, times factor; a padded pair and a token past the end are zero.
+template <int DK, int NR, int TILE, int THREADS, int SD> static __device__ __forceinline__ void kvq_fill_turns(
+        const kvq_bias_args & bias, const int * pos, const int n, const float factor, __half * tile, const int tid) {
+    for (int i = tid; i < TILE*(NR/2); i += THREADS) {
+        const int tok = i/(NR/2), pair = i % (NR/2);
+        const float2 cs = tok < n && pair < bias.pairs ? kvq_turn(bias, max(pos[tok], 0), pair) : make_float2(0.0f, 0.0f);
+        *(__half2 *) (tile + tok*SD + DK + 2*pair) = __floats2half2_rn(cs.x*factor, cs.y*factor);
+    }
+}
+
 // byte offset of value `first` in a head's slice
 template <int N> static __device__ __forceinline__ int kvq_slice_offset(const int store, const int first) {
     return store == KVQ_STORE_F16 ? 2*first : store == KVQ_STORE_Q8_0 ? first/32*34 : first/N*(N*store/8 + 2);
@@ -191,7 +211,7 @@ template <int N> static __device__ __forceinline__ int kvq_slice_offset(const in
 template <typename S>
 static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __grid_constant__ kvq_fattn_args a) {
 #ifdef KVQ_AMPERE
-    constexpr int T = S::TILE, STEP = S::STEP, NT = STEP/8, KS = S::DK/16, VN = S::DVP/8, MT = S::MT;
+    constexpr int T = S::TILE, STEP = S::STEP, NT = STEP/8, KS = (S::DK + S::NR)/16, VN = S::DVP/8, MT = S::MT;
     constexpr int THREADS = 32*S::WARPS;
     constexpr int v_parts = S::DV/S::DVP;
 
@@ -200,7 +220,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     const int seq = blockIdx.z/a.n_split, split = blockIdx.z % a.n_split;
     const int row0 = blockIdx.x*S::ROWS + warp*16*MT;
     const int n_rows = a.gqa*a.n_tok;
-    const int n_tiles = (a.n_kv + T - 1)/T;
+    const int n_cache = (a.n_kv + T - 1)/T, n_tiles = n_cache + a.window.n/T;      // tiles of the cache, and with those of the window
     const int tile0 = int(int64_t(split)*n_tiles/a.n_split), tile1 = int(int64_t(split + 1)*n_tiles/a.n_split);
 
     extern __shared__ __align__(16) char smem[];
@@ -234,7 +254,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     const char * k_tiles = (const char *) ((uintptr_t) k_first & ~uintptr_t(15));
     const char * v_tiles = (const char *) ((uintptr_t) v_first & ~uintptr_t(15));
     auto fetch = [&](const int tile) {
-        if (tile < tile1) {
+        if (tile < min(tile1, n_cache)) {
             const uint32_t at = raw_s + uint32_t((tile - tile0) & 1)*stage_bytes;
             const uint32_t mask_at = raw_s + 2*stage_bytes + uint32_t((tile - tile0) % 3)*mask_bytes;
             if (k_fast) {
@@ -265,8 +285,19 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
     auto dequantise = [&](const int tile) {
         const int slot = (tile - tile0) & 1;
         const char * at = raw + slot*stage_bytes;
-        kvq_dequantise_tile<S::DK,  S::NK, T, THREADS>(a.k.store, at, a.k.stride, k_shift0, k_shift1, sk + slot*T*S::SK, tid);
-        kvq_dequantise_tile<S::DVP, S::NV, T, THREADS>(vo.store, at + (a.v_is_k ? 0 : k_bytes) + v_skip, vo.stride, v_shift0, v_shift1, sv + slot*T*S::SV, tid);
+        __half * k_tile = sk + slot*T*S::SK, * v_tile = sv + slot*T*S::SV;
+        if (tile < n_cache) {
+            kvq_dequantise_tile<S::DK,  S::NK, T, THREADS, S::SK>(a.k.store, at, a.k.stride, k_shift0, k_shift1, k_tile, tid);
+            kvq_dequantise_tile<S::DVP, S::NV, T, THREADS, S::SV>(vo.store, at + (a.v_is_k ? 0 : k_bytes) + v_skip, vo.stride, v_shift0, v_shift1, v_tile, tid);
+        } else {
+            const int64_t row = (tile - n_cache)*T;
+            kvq_copy_f16_tile<S::DK,  T, THREADS, S::SK>(a.window.k + seq*a.window.nbk3 + head_kv*a.window.nbk2 + row*a.window.nbk1, a.window.nbk1, k_tile, tid);
+            kvq_copy_f16_tile<S::DVP, T, THREADS, S::SV>(a.window.v + seq*a.window.nbv3 + head_kv*a.window.nbv2 + row*a.window.nbv1 + v_part*S::DVP*2, a.window.nbv1, v_tile, tid);
+        }
+        if constexpr (S::NR > 0) {
+            const int * pos = (const int *) (a.bias.pos + seq/a.bias.seqs*a.bias.nbp1) + (tile < n_cache ? tile*T : a.n_kv + (tile - n_cache)*T);
+            kvq_fill_turns<S::DK, S::NR, T, THREADS, S::SK>(a.bias, pos, tile < n_cache ? a.n_kv - tile*T : T, tile < n_cache ? 1.0f : kvq_tile_factor(a.k.store), k_tile, tid);
+        }
     };
 
     kvq_pdl_wait();
@@ -299,6 +330,13 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
                 if (j*32 + lane < S::NK) {
                     out[b*S::NK + j*32 + lane] = __float2half_rn(x[j]*factor);
                 }
+            }
+        }
+        if constexpr (S::NR > 0) {
+            const float scale = row < n_rows ? a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E) : 0.0f;
+            for (int i = lane; i < S::NR/2; i += 32) {
+                const float2 z = kvq_bias_query(a.bias, seq, tok, head, head_kv, i, scale);
+                *(__half2 *) (out + S::DK + 2*i) = __floats2half2_rn(z.x, z.y);
             }
         }
     }
@@ -346,6 +384,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
         }
 
         const int slot = (tile - tile0) & 1;
+        const bool in_window = tile >= n_cache;
         const char * mask_tile = raw + 2*stage_bytes + (tile - tile0) % 3*mask_bytes;
 #pragma unroll 1
         for (int first = 0; first < T && active; first += STEP) {
@@ -385,6 +424,19 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
                     }
                 }
             }
+            if (in_window) {       // its rows have no units of levels
+                const float unit = 1.0f/kvq_tile_factor(a.k.store);
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {
+#pragma unroll
+                    for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            p[i][j][e] *= unit;
+                        }
+                    }
+                }
+            }
             if (a.softcap != 0.0f) {
 #pragma unroll
                 for (int i = 0; i < MT; ++i) {
@@ -420,17 +472,20 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
                         }
                     }
                 }
-            } else if (a.mask || token + STEP > a.n_kv) {
+            } else if (a.mask || in_window || token + STEP > a.n_kv) {
+                const int first_token = in_window ? token - n_cache*T : token, end = in_window ? a.window.n : a.n_kv;
+                const char * masks = in_window ? a.window.mask + (seq % a.window.nem3)*a.window.nbm3 : mask_first;
+                const int64_t nb = in_window ? a.window.nbm1 : a.nbm1;
 #pragma unroll
                 for (int i = 0; i < 2*MT; ++i) {
                     const int row = row0 + g + 8*i < n_rows ? row0 + g + 8*i : n_rows - 1;
-                    const __half * mask = (const __half *) (mask_first + (row/a.gqa)*a.nbm1);
+                    const __half * mask = (const __half *) (masks + (row/a.gqa)*nb);
 #pragma unroll
                     for (int j = 0; j < NT; ++j) {
 #pragma unroll
                         for (int e = 0; e < 2; ++e) {
-                            const int c = token + 8*j + 2*t + e;
-                            const float x = c >= a.n_kv ? -INFINITY : a.mask ? slope[i]*__half2float(mask[c]) : 0.0f;
+                            const int c = first_token + 8*j + 2*t + e;
+                            const float x = c >= end ? -INFINITY : a.mask || in_window ? slope[i]*__half2float(mask[c]) : 0.0f;
                             p[i/2][j][2*(i & 1) + e] += x;
                         }
                     }
@@ -470,6 +525,19 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
                         o[i][n][1] *= decay[2*i];
                         o[i][n][2] *= decay[2*i + 1];
                         o[i][n][3] *= decay[2*i + 1];
+                    }
+                }
+            }
+            if (in_window) {
+                const float unit = 1.0f/kvq_tile_factor(vo.store);
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {
+#pragma unroll
+                    for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            p[i][j][e] *= unit;
+                        }
                     }
                 }
             }

@@ -7,8 +7,10 @@
 
 // rows of f32 or f16 into the cache rows that src[1] names
 void kvq_cuda_set_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
-// the same for K and V of a layer in one launch; false, and nothing done, when they do not fit together
-bool kvq_cuda_set_rows_two(ggml_backend_cuda_context & ctx, const ggml_tensor * k, const ggml_tensor * v);
+// the same for up to KVQ_ROWS_TOGETHER tensors in one launch, which fit the first: K and V of a layer and their f16 windows
+static constexpr int KVQ_ROWS_TOGETHER = 4;
+bool kvq_cuda_rows_fit(const ggml_tensor * first, const ggml_tensor * dst);
+void kvq_cuda_set_rows_together(ggml_backend_cuda_context & ctx, const ggml_tensor * const * dst, int n);
 // cache rows that src[1] names, as f32 or f16
 void kvq_cuda_get_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 // float to cache type, cache type to float, or between two tensors of one cache type

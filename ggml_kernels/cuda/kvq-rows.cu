@@ -4,6 +4,11 @@
 
 #define KVQ_ROWS_WARPS 4
 
+// stand for the bits per code of rows of an f16 window: rotated, and as they are
+static constexpr int KVQ_ROWS_TURBO_F16 = 16, KVQ_ROWS_F16 = 17;
+
+template <int BITS, int N> static constexpr int kvq_row_bytes = BITS >= KVQ_ROWS_TURBO_F16 ? 2*N : kvq_block<BITS, N>::bytes;
+
 // Both sides of a copy, or of a row gather or scatter, in the terms of the kernels below. Extents in blocks of N values
 // along dimension 0, so that 32-bit numbers hold every index.
 struct kvq_rows_args {
@@ -11,7 +16,7 @@ struct kvq_rows_args {
     char       * dst;
     const char * index;            // rows of the table side; null for plain copies
     bool         index64;
-    int          bits;             // of the cache type, for the kernel that writes K and V at once
+    int          bits;             // of the type written, for the kernel that writes K and V at once
     uint32_t n_blocks;
     uint32_t blocks_row;           // blocks per row of the walked side
     uint32_t ne[2];                // its extents 1 and 2
@@ -61,7 +66,7 @@ static __device__ __forceinline__ void kvq_write_block(const kvq_rows_args & a, 
     for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
         x[r] = r*32 + lane < N ? kvq_load(src + (r*32 + lane)*a.nb_src[0], (const T *) nullptr) : 0.0f;
     }
-    constexpr int BYTES = kvq_block<BITS, N>::bytes;
+    constexpr int BYTES = kvq_row_bytes<BITS, N>;
     char * dst;
     if (a.index) {
         dst = a.dst + kvq_row_index(a, at)*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3] + at[0]*BYTES;
@@ -69,7 +74,9 @@ static __device__ __forceinline__ void kvq_write_block(const kvq_rows_args & a, 
         kvq_split_other(a, i, at);
         dst = a.dst + at[0]*BYTES + at[1]*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3];
     }
-    if constexpr (BITS == KVQ_TIERS) {
+    if constexpr (BITS >= KVQ_ROWS_TURBO_F16) {
+        kvq_write_window_warp<BITS == KVQ_ROWS_TURBO_F16, N>(x, (__half *) dst, buf, lane);
+    } else if constexpr (BITS == KVQ_TIERS) {
         kvq_quantise_tiers<N>(x, (uint8_t *) dst, buf, codes, lane);
     } else {
         kvq_quantise_warp<BITS, N>(x, (uint8_t *) dst, buf, codes, lane);
@@ -88,27 +95,31 @@ static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_rows(const
     }
 }
 
-// K and V of one layer in one launch: two f32 scatters with the same block size
-struct kvq_rows_pair { kvq_rows_args part[2]; };
+// K and V of one layer, and their rows of an f16 window, in one launch: f32 scatters in blocks of one size
+struct kvq_rows_set { kvq_rows_args part[KVQ_ROWS_TOGETHER]; };
 
 template <int N>
-static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_two(const __grid_constant__ kvq_rows_pair pair) {
+static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_together(const __grid_constant__ kvq_rows_set set) {
     __shared__ float   buf[KVQ_ROWS_WARPS][N];
     __shared__ uint8_t codes[KVQ_ROWS_WARPS][N];
     uint32_t i = blockIdx.x*KVQ_ROWS_WARPS + threadIdx.y;
     kvq_pdl_wait();
     kvq_pdl_launch();
-    const int which = i >= pair.part[0].n_blocks;
-    i -= which ? pair.part[0].n_blocks : 0;
-    const kvq_rows_args & a = pair.part[which];
-    if (i >= a.n_blocks) {
+    int which = 0;
+    while (which < KVQ_ROWS_TOGETHER && i >= set.part[which].n_blocks) {
+        i -= set.part[which++].n_blocks;
+    }
+    if (which == KVQ_ROWS_TOGETHER) {
         return;
     }
+    const kvq_rows_args & a = set.part[which];
     switch (a.bits) {
         case 2:  kvq_write_block<2, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
         case 3:  kvq_write_block<3, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
-        case KVQ_TIERS: kvq_write_block<KVQ_TIERS, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
-        default: kvq_write_block<4, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+        case 4:  kvq_write_block<4, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+        case KVQ_TIERS:          kvq_write_block<KVQ_TIERS,          N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+        case KVQ_ROWS_TURBO_F16: kvq_write_block<KVQ_ROWS_TURBO_F16, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+        default:                 kvq_write_block<KVQ_ROWS_F16,       N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
     }
 }
 
@@ -125,7 +136,7 @@ static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_read_rows(const 
     }
     uint32_t at[4];
     kvq_split_index(a, i, at);
-    constexpr int BYTES = kvq_block<BITS, N>::bytes;
+    constexpr int BYTES = kvq_row_bytes<BITS, N>;
     const int64_t row = a.index ? kvq_row_index(a, at) : at[1];
     const char * src = a.src + row*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3] + at[0]*BYTES;
     if (!a.index) {
@@ -133,7 +144,9 @@ static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_read_rows(const 
     }
     char * dst = a.dst + int64_t(at[0])*N*a.nb_dst[0] + at[1]*a.nb_dst[1] + at[2]*a.nb_dst[2] + at[3]*a.nb_dst[3];
     float x[kvq_hadamard<N>::regs];
-    if constexpr (BITS == KVQ_TIERS) {
+    if constexpr (BITS == KVQ_ROWS_TURBO_F16) {
+        kvq_read_window_warp<N>((const __half *) src, x, buf[warp], lane);
+    } else if constexpr (BITS == KVQ_TIERS) {
         kvq_dequantise_tiers_warp<N>((const uint8_t *) src, x, lane);
     } else {
         kvq_dequantise_warp<BITS, N>((const uint8_t *) src, x, buf[warp], lane);
@@ -168,6 +181,8 @@ static kvq_rows_kernel kvq_find_write(const ggml_type type, const ggml_type from
         KVQ_FOR_EACH_TURBO_TYPE(KVQ_CASE_WRITE)
 #define KVQ_CASE_WRITE_TIERS(E, F, NAME, FAMILY, CODE, N, BYTES) KVQ_CASE_WRITE(E, F, NAME, FAMILY, KVQ_TIERS, N, BYTES)
         KVQ_FOR_EACH_TIERED_TYPE(KVQ_CASE_WRITE_TIERS)
+#define KVQ_CASE_WRITE_WINDOW(E, F, NAME, N, BYTES) KVQ_CASE_WRITE(E, F, NAME, , KVQ_ROWS_TURBO_F16, N, BYTES)
+        KVQ_FOR_EACH_WINDOW_TYPE(KVQ_CASE_WRITE_WINDOW)
         default: GGML_ABORT("not a cache type");
     }
 }
@@ -178,6 +193,8 @@ static kvq_rows_kernel kvq_find_read(const ggml_type type, const ggml_type to) {
         KVQ_FOR_EACH_TURBO_TYPE(KVQ_CASE_READ)
 #define KVQ_CASE_READ_TIERS(E, F, NAME, FAMILY, CODE, N, BYTES) KVQ_CASE_READ(E, F, NAME, FAMILY, KVQ_TIERS, N, BYTES)
         KVQ_FOR_EACH_TIERED_TYPE(KVQ_CASE_READ_TIERS)
+#define KVQ_CASE_READ_WINDOW(E, F, NAME, N, BYTES) KVQ_CASE_READ(E, F, NAME, , KVQ_ROWS_TURBO_F16, N, BYTES)
+        KVQ_FOR_EACH_WINDOW_TYPE(KVQ_CASE_READ_WINDOW)
         default: GGML_ABORT("not a cache type");
     }
 }
@@ -221,34 +238,43 @@ static void kvq_set_index(kvq_rows_args & a, const ggml_tensor * index) {
     a.ne_index[1] = uint32_t(index->ne[2]);
 }
 
-static kvq_rows_args kvq_set_rows_args(const ggml_tensor * dst) {
-    kvq_rows_args a = kvq_rows_of(dst->src[0], dst, dst->src[0], ggml_blck_size(dst->type));
+// n_per_block: of the type written; the parts of one launch share it, also where that type is plain f16
+static kvq_rows_args kvq_set_rows_args(const ggml_tensor * dst, const int64_t n_per_block) {
+    kvq_rows_args a = kvq_rows_of(dst->src[0], dst, dst->src[0], n_per_block);
     kvq_set_index(a, dst->src[1]);
-    a.bits = kvq_code(dst->type) == KVQ_TIERED ? KVQ_TIERS : kvq_bits(dst->type);
+    a.bits = kvq_code(dst->type) == KVQ_TIERED ? KVQ_TIERS : kvq_bits(dst->type) ? kvq_bits(dst->type) :
+        kvq_is_window_type(dst->type) ? KVQ_ROWS_TURBO_F16 : KVQ_ROWS_F16;
     return a;
 }
 
 void kvq_cuda_set_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    kvq_launch_rows(ctx, kvq_find_write(dst->type, dst->src[0]->type), kvq_set_rows_args(dst));
+    kvq_launch_rows(ctx, kvq_find_write(dst->type, dst->src[0]->type), kvq_set_rows_args(dst, ggml_blck_size(dst->type)));
 }
 
-bool kvq_cuda_set_rows_two(ggml_backend_cuda_context & ctx, const ggml_tensor * k, const ggml_tensor * v) {
-    if (ggml_blck_size(k->type) != ggml_blck_size(v->type) || k->src[0]->type != GGML_TYPE_F32 || v->src[0]->type != GGML_TYPE_F32) {
-        return false;
+bool kvq_cuda_rows_fit(const ggml_tensor * first, const ggml_tensor * dst) {
+    const int64_t n = ggml_blck_size(first->type);
+    return dst->src[0]->type == GGML_TYPE_F32 && (dst->src[1]->type == GGML_TYPE_I64 || dst->src[1]->type == GGML_TYPE_I32) &&
+        (dst->type == GGML_TYPE_F16 ? dst->nb[0] == sizeof(ggml_fp16_t) && dst->ne[0] % n == 0 : ggml_blck_size(dst->type) == n);
+}
+
+void kvq_cuda_set_rows_together(ggml_backend_cuda_context & ctx, const ggml_tensor * const * dst, const int n) {
+    GGML_ASSERT(n <= KVQ_ROWS_TOGETHER);
+    kvq_rows_set set = {};
+    uint32_t n_blocks = 0;
+    for (int i = 0; i < n; ++i) {
+        set.part[i] = kvq_set_rows_args(dst[i], ggml_blck_size(dst[0]->type));
+        n_blocks += set.part[i].n_blocks;
     }
-    const kvq_rows_pair pair = { { kvq_set_rows_args(k), kvq_set_rows_args(v) } };
-    const uint32_t n_blocks = pair.part[0].n_blocks + pair.part[1].n_blocks;
     if (n_blocks == 0) {
-        return true;
+        return;
     }
-    void (* kernel)(const kvq_rows_pair) = nullptr;
-    switch (ggml_blck_size(k->type)) {
-#define KVQ_CASE_TWO(N) case N: kernel = kvq_write_two<N>; break;
-        KVQ_FOR_EACH_BLOCK(KVQ_CASE_TWO)
-        default: return false;
+    void (* kernel)(const kvq_rows_set) = nullptr;
+    switch (ggml_blck_size(dst[0]->type)) {
+#define KVQ_CASE_TOGETHER(N) case N: kernel = kvq_write_together<N>; break;
+        KVQ_FOR_EACH_BLOCK(KVQ_CASE_TOGETHER)
+        default: GGML_ABORT("not a block of the cache types");
     }
-    ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(kvq_rows_grid(n_blocks), dim3(32, KVQ_ROWS_WARPS, 1), size_t(0), ctx.stream()), pair);
-    return true;
+    ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(kvq_rows_grid(n_blocks), dim3(32, KVQ_ROWS_WARPS, 1), size_t(0), ctx.stream()), set);
 }
 
 void kvq_cuda_get_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
@@ -271,7 +297,7 @@ void kvq_cuda_copy(ggml_backend_cuda_context & ctx, const ggml_tensor * src, ggm
         if (blocks > 0) {
             ggml_cuda_kernel_launch(kvq_copy_blocks, ggml_cuda_kernel_launch_params(dim3(blocks, 1, 1), dim3(256, 1, 1), size_t(0), ctx.stream()), a, halves, n);
         }
-    } else if (kvq_is_cache_type(dst->type)) {
+    } else if (kvq_is_cache_type(dst->type) || kvq_is_window_type(dst->type)) {
         kvq_launch_rows(ctx, kvq_find_write(dst->type, src->type), kvq_rows_of(src, dst, src, ggml_blck_size(dst->type)));
     } else {
         kvq_launch_rows(ctx, kvq_find_read(src->type, dst->type), kvq_rows_of(src, dst, src, ggml_blck_size(src->type)));

@@ -284,3 +284,33 @@ template <int BITS, int N> static __device__ __forceinline__ void kvq_dequantise
         x[r] = __fmul_rn(x[r], d);
     }
 }
+
+// One block of an f16 window, rotated like the turbo types or as it is. x, buf as above.
+template <bool ROTATED, int N> static __device__ __forceinline__ void kvq_write_window_warp(float * x, __half * out, float * buf, const int lane) {
+    const float norm = __fdiv_rn(1.0f, __fsqrt_rn(float(N)));
+    if constexpr (ROTATED) {
+        kvq_apply_signs<N>(x, lane);
+        kvq_hadamard_warp<N, false>(x, buf, lane);
+    }
+#pragma unroll
+    for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
+        if (r*32 + lane < N) {
+            out[r*32 + lane] = __float2half_rn(ROTATED ? __fmul_rn(x[r], norm) : x[r]);
+        }
+    }
+}
+
+// Such a rotated block back into x.
+template <int N> static __device__ __forceinline__ void kvq_read_window_warp(const __half * in, float * x, float * buf, const int lane) {
+    const float norm = __fdiv_rn(1.0f, __fsqrt_rn(float(N)));
+#pragma unroll
+    for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
+        x[r] = r*32 + lane < N ? __half2float(in[r*32 + lane]) : 0.0f;
+    }
+    kvq_hadamard_warp<N, true>(x, buf, lane);
+    kvq_apply_signs<N>(x, lane);
+#pragma unroll
+    for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
+        x[r] = __fmul_rn(x[r], norm);
+    }
+}

@@ -79,6 +79,10 @@ struct problem {
     int dk, dv, ks, vs, heads_kv, gqa, n_tok, n_seq, n_kv;
     bool mask, sinks, v_is_k;
     float softcap, max_bias;
+    int n_window = 0;                                   // rows of an f16 window
+    bool cache_hidden = false, window_hidden = false;   // in full
+    int n_rot = 0;                                      // values that a key bias turns; 0 without one
+    bool interleaved = false, in_a_row = true;          // pairs of the bias; positions of the tokens
 };
 
 static void fill_cache(std::vector<uint8_t> & buf, const int store, const int d, const int n, const size_t slices) {
@@ -133,8 +137,29 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
     std::vector<__half> mask(size_t(mask_row)*p.n_tok*p.n_seq);
     for (size_t i = 0; i < mask.size(); ++i) {
         const int c = int(i % mask_row), tok = int(i/mask_row % p.n_tok);
-        mask[i] = __float2half(c > p.n_kv - p.n_tok + tok || (rng() & 63) == 0 ? -INFINITY : p.max_bias > 0 ? -float(rng() & 127)/64.0f : 0.0f);
+        mask[i] = __float2half(p.cache_hidden || c > p.n_kv - p.n_tok + tok || (rng() & 63) == 0 ? -INFINITY : p.max_bias > 0 ? -float(rng() & 127)/64.0f : 0.0f);
     }
+
+    // the window [n_seq][n_window][heads][d], in the domain of the stored values
+    std::vector<__half> k16(size_t(p.n_window)*p.heads_kv*p.n_seq*p.dk), v16(size_t(p.n_window)*p.heads_kv*p.n_seq*p.dv), mask16(size_t(p.n_window)*p.n_tok*p.n_seq);
+    for (__half & x : k16) { x = __float2half(gauss(rng)); }
+    for (__half & x : v16) { x = __float2half(gauss(rng)); }
+    for (__half & x : mask16) { x = __float2half(p.window_hidden || (rng() & 3) == 0 ? -INFINITY : p.max_bias > 0 ? -float(rng() & 127)/64.0f : 0.0f); }
+    // the bias: its queries, one vector a KV head, the table of turns, a position for every token of cache and window
+    const int n_pos = p.n_kv + p.n_window, n_trig = 256 + 64;
+    std::vector<float> bq(p.n_rot ? q.size() : 0), bias(p.n_rot ? p.dk*p.heads_kv : 0), trig(size_t(p.n_rot)*n_trig);
+    std::vector<int> pos(p.n_rot ? size_t(n_pos)*p.n_seq : 0);
+    for (float & x : bq)   { x = gauss(rng); }
+    for (float & x : bias) { x = 2.0f*gauss(rng); }
+    auto angle = [&](const int i, const int at) { return at*pow(10000.0, -2.0*i/p.n_rot); };
+    for (int r = 0; r < n_trig && p.n_rot; ++r) {
+        for (int i = 0; i < p.n_rot/2; ++i) {
+            const double x = angle(i, r < 256 ? r : (r - 256)*256);
+            trig[size_t(r)*p.n_rot + i]             = float(cos(x));
+            trig[size_t(r)*p.n_rot + p.n_rot/2 + i] = float(sin(x));
+        }
+    }
+    for (size_t i = 0; i < pos.size(); ++i) { pos[i] = p.in_a_row ? int(i % n_pos) + 3000 : int(rng() % 16000); }
 
     std::vector<char *> dk(sets), dvv(sets);
     for (int s = 0; s < sets; ++s) {
@@ -169,6 +194,33 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
     a.nbq2 = p.dk*4; a.nbq1 = a.nbq2*n_head; a.nbq3 = a.nbq1*p.n_tok;      // [dk, head, tok, seq] in memory
     a.nbm1 = mask_row*2; a.nbm3 = a.nbm1*p.n_tok; a.nem3 = p.n_seq;
     a.n_tok = p.n_tok; a.n_head = n_head; a.n_head_kv = p.heads_kv; a.n_seq = p.n_seq; a.gqa = p.gqa; a.n_kv = p.n_kv;
+    std::vector<void *> more;
+    auto upload = [&](const void * data, const size_t n) {
+        char * d;
+        CHECK(cudaMalloc(&d, n + 256));
+        CHECK(cudaMemcpy(d, data, n, cudaMemcpyHostToDevice));
+        more.push_back(d);
+        return (const char *) d;
+    };
+    if (p.n_window) {
+        kvq_f16_window & w = a.window;
+        w.k = upload(k16.data(), k16.size()*2);
+        w.v = upload(v16.data(), v16.size()*2);
+        w.mask = upload(mask16.data(), mask16.size()*2);
+        w.nbk2 = p.dk*2; w.nbk1 = w.nbk2*p.heads_kv; w.nbk3 = w.nbk1*p.n_window;
+        w.nbv2 = p.dv*2; w.nbv1 = w.nbv2*p.heads_kv; w.nbv3 = w.nbv1*p.n_window;
+        w.nbm1 = p.n_window*2; w.nbm3 = w.nbm1*p.n_tok;
+        w.nem3 = p.n_seq; w.n = p.n_window;
+    }
+    if (p.n_rot) {
+        kvq_bias_args & b = a.bias;
+        b.q = upload(bq.data(), bq.size()*4);
+        b.b = upload(bias.data(), bias.size()*4);
+        b.trig = upload(trig.data(), trig.size()*4);
+        b.pos = upload(pos.data(), pos.size()*4);
+        b.nbq2 = a.nbq2; b.nbq1 = a.nbq1; b.nbq3 = a.nbq3; b.nbb1 = p.dk*4; b.nbt1 = p.n_rot*4; b.nbp1 = n_pos*4;
+        b.pairs = p.n_rot/2; b.steps = n_trig - 256; b.seqs = 1; b.interleaved = p.interleaved;
+    }
     a.scale = 1.0f/sqrtf(float(p.dk)); a.softcap = p.softcap; a.max_bias = p.max_bias;
     if (p.softcap != 0.0f) { a.scale /= p.softcap; }
     a.n_head_log2 = 1u << uint32_t(floorf(log2f(float(n_head))));
@@ -213,26 +265,42 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
                     std::copy(x.begin(), x.end(), qr.begin() + b*nk);
                 }
             }
-            std::vector<double> logit(p.n_kv);
+            std::vector<double> logit(n_pos);
             double top = p.sinks ? sinks[head] : -1e300;
             const double slope = p.max_bias > 0 ? (head < int(a.n_head_log2) ? pow(a.m0, head + 1) : pow(a.m1, 2*(head - int(a.n_head_log2)) + 1)) : 1.0;
-            for (int i = 0; i < p.n_kv; ++i) {
-                const size_t slice = (size_t(seq)*p.n_kv + i)*p.heads_kv + head/p.gqa;
-                decode_slice(k.data() + slice*a.k.bytes, p.ks, p.dk, nk, kd.data());
+            for (int i = 0; i < n_pos; ++i) {
+                const size_t slice = (size_t(seq)*p.n_kv + i)*p.heads_kv + head/p.gqa, slice16 = (size_t(seq)*p.n_window + i - p.n_kv)*p.heads_kv + head/p.gqa;
+                if (i < p.n_kv) {
+                    decode_slice(k.data() + slice*a.k.bytes, p.ks, p.dk, nk, kd.data());
+                } else {
+                    for (int j = 0; j < p.dk; ++j) { kd[j] = __half2float(k16[slice16*p.dk + j]); }
+                }
                 double s = 0.0;
                 for (int j = 0; j < p.dk; ++j) { s += qr[j]*kd[j]; }
+                for (int j = 0; j < p.n_rot/2; ++j) {
+                    const int x = p.interleaved ? 2*j : j, y = p.interleaved ? 2*j + 1 : j + p.n_rot/2;
+                    const double t = angle(j, pos[size_t(seq)*n_pos + i]);
+                    const float * qq = bq.data() + size_t(row)*p.dk, * bb = bias.data() + head/p.gqa*p.dk;
+                    s += (double(qq[x])*bb[x] + double(qq[y])*bb[y])*cos(t) + (double(qq[y])*bb[x] - double(qq[x])*bb[y])*sin(t);
+                }
                 s /= sqrt(double(p.dk));
                 if (p.softcap != 0.0f) { s = p.softcap*tanh(s/p.softcap); }
-                if (p.mask) { s += slope*double(__half2float(mask[(size_t(seq)*p.n_tok + tok)*mask_row + i])); }
+                if (i >= p.n_kv) {
+                    s += slope*double(__half2float(mask16[(size_t(seq)*p.n_tok + tok)*p.n_window + i - p.n_kv]));
+                } else if (p.mask) {
+                    s += slope*double(__half2float(mask[(size_t(seq)*p.n_tok + tok)*mask_row + i]));
+                }
                 logit[i] = s;
                 top = std::max(top, s);
             }
             double sum = p.sinks ? exp(sinks[head] - top) : 0.0;
-            for (int i = 0; i < p.n_kv; ++i) {
+            for (int i = 0; i < n_pos; ++i) {
                 const double w = exp(logit[i] - top);
-                if (w < 1e-12) { continue; }
-                const size_t slice = (size_t(seq)*p.n_kv + i)*p.heads_kv + head/p.gqa;
-                if (p.v_is_k) {
+                if (!(w >= 1e-12)) { continue; }
+                const size_t slice = (size_t(seq)*p.n_kv + i)*p.heads_kv + head/p.gqa, slice16 = (size_t(seq)*p.n_window + i - p.n_kv)*p.heads_kv + head/p.gqa;
+                if (i >= p.n_kv) {
+                    for (int j = 0; j < p.dv; ++j) { vd[j] = __half2float(v16[slice16*p.dv + j]); }
+                } else if (p.v_is_k) {
                     decode_slice(k.data() + slice*a.k.bytes, p.ks, p.dk, nk, vd.data());
                 } else {
                     decode_slice(v.data() + slice*a.v.bytes, p.vs, p.dv, nv, vd.data());
@@ -286,6 +354,7 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
         (mode == 0 ? *us : *us_attention) = times[times.size()/2];
         CHECK(cudaGraphExecDestroy(exec)); CHECK(cudaGraphDestroy(graph));
     }
+    for (void * x : more) { CHECK(cudaFree(x)); }
     for (char * x : dk)  { CHECK(cudaFree(x)); }
     for (char * x : dvv) { if (x) { CHECK(cudaFree(x)); } }
     CHECK(cudaFree(dq)); CHECK(cudaFree(dst)); CHECK(cudaFree(dsinks)); CHECK(cudaFree(dmask)); CHECK(cudaFree(a.part)); CHECK(cudaFree(a.meta));
@@ -299,8 +368,9 @@ static void check(const problem & p) {
     const double e = run(p, 1, 5, nullptr, nullptr, &how);
     const bool good = e < 3e-3;
     failures += !good;
-    printf("%s %9.2e  K %2d V %2d  d %d/%d  kv heads %d gqa %d tokens %d seqs %d n_kv %d%s%s%s%s  %s\n", good ? "ok  " : "FAIL", e, p.ks, p.vs, p.dk, p.dv, p.heads_kv,
-        p.gqa, p.n_tok, p.n_seq, p.n_kv, p.mask ? " mask" : "", p.sinks ? " sinks" : "", p.softcap != 0 ? " softcap" : "", p.max_bias > 0 ? " alibi" : "", good ? "" : how.c_str());
+    printf("%s %9.2e  K %2d V %2d  d %d/%d  kv heads %d gqa %d tokens %d seqs %d n_kv %d%s%s%s%s window %d%s%s bias %d%s%s  %s\n", good ? "ok  " : "FAIL", e, p.ks, p.vs, p.dk, p.dv, p.heads_kv,
+        p.gqa, p.n_tok, p.n_seq, p.n_kv, p.mask ? " mask" : "", p.sinks ? " sinks" : "", p.softcap != 0 ? " softcap" : "", p.max_bias > 0 ? " alibi" : "", p.n_window,
+        p.cache_hidden ? " cache hidden" : "", p.window_hidden ? " window hidden" : "", p.n_rot, p.interleaved ? " interleaved" : "", p.in_a_row ? "" : " scattered", good ? "" : how.c_str());
     fflush(stdout);
 }
 

@@ -6,6 +6,7 @@ kvq_prefill_entry kvq_find_prefill_256(int dv, bool v_is_k, int index) {
         switch (index) {
             case 0: return kvq_prefill_make<256, 256, 256, 128, 128, 8, 1, 32>();
             case 1: return kvq_prefill_make<256, 256, 256, 128, 128, 4, 1, 16>();
+            case KVQ_PREFILL_BIAS: return kvq_prefill_make<256, 256, 256, 128, 128, 4, 1, 16, 256>();
         }
     }
     return {};

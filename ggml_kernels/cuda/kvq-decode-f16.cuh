@@ -1,0 +1,219 @@
+// What the decode kernel adds to its int8 products, in f16 tensor-core products of the same shape: the rows of an f16 window,
+// and a key bias that the stored keys lack. Columns 2t and 2t+1 of the narrow operand belong to query rows t and t+4, so
+// that logits and outputs come out in the lanes that hold them already.
+#pragma once
+
+#include "kvq-fattn.cuh"
+
+// Places in shared memory of what a bias needs: pairs of (cosine part, sine part) of the query rows, a table of the turns by
+// 0 to TILE - 1 in f16, and a pair list for every warp.
+template <typename S> struct kvq_bias_shape {
+    static constexpr int PAIRS = (S::DK + 31)/32*16;                // padded with zeros
+    static constexpr int slot_bytes  = S::ROWS*PAIRS*8;             // queries of one warp
+    static constexpr int ROW = 2*PAIRS + 8;                         // halves of a row of the table
+    static constexpr int table_bytes = S::TILE*ROW*2;
+    static constexpr int turn_bytes  = PAIRS*8;                     // of one warp
+    static constexpr int fixed_bytes = table_bytes + 8*turn_bytes;
+};
+
+#ifdef KVQ_AMPERE
+// Keeps loads behind this point where two blocks share a multiprocessor: in flight all at once, they would take the registers
+// of the main loop.
+template <typename S> static __device__ __forceinline__ void kvq_hold_loads() {
+    if constexpr (S::BLOCKS > 1) {
+        asm volatile("" ::: "memory");
+    }
+}
+
+// query row of column g of the narrow operand
+static __device__ __forceinline__ int kvq_column_row(const int g) {
+    return (g >> 1) + 4*(g & 1);
+}
+// 16 rows x 32 values, and the 32 values of a column, both by lane as 16 bytes: values 8t to 8t+7. Products may take the
+// values of a row in any order.
+static __device__ __forceinline__ void kvq_mma_chunk(float (&c)[4], const uint4 low, const uint4 high, const uint4 b) {
+    kvq_mma_f16(c, make_uint4(low.x, high.x, low.y, high.y), b.x, b.y);
+    kvq_mma_f16(c, make_uint4(low.z, high.z, low.w, high.w), b.z, b.w);
+}
+
+// Logits of S::TILE rows of a window: p[n][j] of query row 4n + t and row 8j + g. k: the first row's slice, rows nb bytes
+// apart; q16: the warp's queries, f16 [ROWS][DK + 8], in the domain of the rows, times the logit scale.
+template <typename S> static __device__ __forceinline__ void kvq_window_logits(
+        float (&p)[S::GROUPS][S::TILE/8], const char * k, const int64_t nb, const __half * q16, const int g, const int t) {
+    constexpr int NI = S::TILE/16, CHUNKS = (S::DK + 31)/32;
+    float c[NI][4];
+#pragma unroll
+    for (int i = 0; i < NI; ++i) {
+        c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.0f;
+    }
+    const __half * my_q = q16 + kvq_column_row(g)*(S::DK + 8) + 8*t;
+    const char * row = k + g*nb + 16*t;
+#pragma unroll (S::BLOCKS > 1 ? 1 : CHUNKS <= 4 ? CHUNKS : 4)
+    for (int ch = 0; ch < CHUNKS; ++ch) {
+        const bool real = S::DK % 32 == 0 || 32*ch + 8*t < S::DK;
+        const uint4 none = make_uint4(0, 0, 0, 0);
+        const uint4 q = real && (S::GROUPS == 2 || !(g & 1)) ? *(const uint4 *) (my_q + 32*ch) : none;
+#pragma unroll
+        for (int i = 0; i < NI; ++i) {
+            const uint4 low  = real ? *(const uint4 *) (row + (16*i    )*nb + 64*ch) : none;
+            const uint4 high = real ? *(const uint4 *) (row + (16*i + 8)*nb + 64*ch) : none;
+            kvq_mma_chunk(c[i], low, high, q);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < NI; ++i) {
+#pragma unroll
+        for (int n = 0; n < S::GROUPS; ++n) {
+            p[n][2*i]     = c[i][n];
+            p[n][2*i + 1] = c[i][2 + n];
+        }
+    }
+}
+
+// Adds the window rows' values times the weights p to the outputs, which are in units of V's levels. v: the warp's part of the
+// first row's slice.
+template <int VB, typename S, int OUT> static __device__ __forceinline__ void kvq_window_outputs(
+        float (&o)[S::GROUPS][OUT], const float (&p)[S::GROUPS][S::TILE/8], const char * v, const int64_t nb, const int g, const int t) {
+    using BV = kvq_block<VB, S::NV>;
+    constexpr int NI = S::TILE/16, VU = VB == 4 ? 4 : 8, QU = (BV::units + 7)/8, group_dims = S::NV/(VU/2);
+    uint32_t pb[NI][2];
+#pragma unroll
+    for (int i = 0; i < NI; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            pb[i][e] = kvq_transpose(kvq_pack_half2(p[0][2*i + e], S::GROUPS == 2 ? p[S::GROUPS - 1][2*i + e] : 0.0f));
+        }
+    }
+#pragma unroll
+    for (int b = 0; b < S::v_blocks; ++b) {
+#pragma unroll
+        for (int qu = 0; qu < QU; ++qu) {
+            const int u = g + 8*qu;
+            const bool real = BV::units % 8 == 0 || u < BV::units;
+#pragma unroll
+            for (int k = 0; k < VU/2; ++k) {
+                // coordinates 2u and 2u + 1 of group k: rows g and g + 8 of a product whose columns are tokens
+                const char * at = v + 2*t*nb + 2*(b*S::NV + k*group_dims + 2*u);
+                float c[4] = { 0.0f, 0.0f, 0.0f, 0.0f };
+#pragma unroll
+                for (int i = 0; i < NI; ++i) {
+                    uint32_t w[4];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        w[e] = real ? *(const uint32_t *) (at + (16*i + (e & 1) + 4*(e & 2))*nb) : 0u;
+                    }
+                    const uint4 a = make_uint4(kvq_prmt(w[0], w[1], 0x5410), kvq_prmt(w[0], w[1], 0x7632), kvq_prmt(w[2], w[3], 0x5410), kvq_prmt(w[2], w[3], 0x7632));
+                    kvq_mma_f16(c, a, pb[i][0], pb[i][1]);
+                }
+#pragma unroll
+                for (int n = 0; n < S::GROUPS; ++n) {
+                    float * out = o[n] + (b*QU + qu)*VU + k;
+                    out[0]    = fmaf(c[n],     kvq_scale_of<VB>(), out[0]);
+                    out[VU/2] = fmaf(c[2 + n], kvq_scale_of<VB>(), out[VU/2]);
+                }
+                kvq_hold_loads<S>();
+            }
+        }
+    }
+}
+
+// ---- key bias ----
+
+// Adds the bias to the logits p of S::TILE tokens. pos: of the first token. Where the visible tokens stand in a row, the queries
+// are turned to the first one's position and meet the table; elsewhere every token's turn is made from the long table.
+template <typename S> static __device__ __forceinline__ void kvq_add_bias(
+        float (&p)[S::GROUPS][S::TILE/8], const uint32_t (&mk)[S::GROUPS][S::TILE/8], const kvq_bias_args & bias, const int * pos,
+        const float2 * z, const __half * table, float2 * turn, const int lane) {
+    using B = kvq_bias_shape<S>;
+    constexpr int NI = S::TILE/16, NB = S::GROUPS;
+    const int g = lane >> 2, t = lane & 3;
+    int at[2*NI], base = -1;
+#pragma unroll
+    for (int j = 2*NI - 1; j >= 0; --j) {
+        bool seen = false;
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+            seen = seen || mk[n][j] != 0xFC00u;
+        }
+        at[j] = seen ? pos[8*j + g] : -1;
+        base = seen ? at[j] - 8*j - g : base;
+    }
+    const uint32_t some = __ballot_sync(0xFFFFFFFFu, base >= 0);
+    base = __shfl_sync(0xFFFFFFFFu, base, some ? __ffs(some) - 1 : 0);
+    bool in_a_row = base >= 0;
+#pragma unroll
+    for (int j = 0; j < 2*NI; ++j) {
+        in_a_row = in_a_row && (at[j] < 0 || at[j] == base + 8*j + g);
+    }
+    in_a_row = __all_sync(0xFFFFFFFFu, in_a_row);
+    if (in_a_row) {
+        __syncwarp();
+        for (int i = lane; i < (bias.pairs + 15)/16*16; i += 32) {
+            turn[i] = i < bias.pairs ? kvq_turn(bias, base, i) : make_float2(0.0f, 0.0f);
+        }
+        __syncwarp();
+    }
+    float c[NI][4];
+#pragma unroll
+    for (int i = 0; i < NI; ++i) {
+        c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.0f;
+    }
+    // one group of rows: the odd columns take what rounding to f16 leaves of the even ones
+    const float2 * my_z = z + (NB == 2 ? kvq_column_row(g) : g >> 1)*B::PAIRS;
+    const bool rest = NB == 1 && (g & 1);
+#pragma unroll 1
+    for (int ch = 0; 16*ch < bias.pairs; ++ch) {
+        const int first = 16*ch + 4*t;
+        uint32_t w[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            float2 x = my_z[first + k];
+            if (in_a_row) {
+                const float2 cs = turn[first + k];
+                x = make_float2(x.x*cs.x + x.y*cs.y, x.y*cs.x - x.x*cs.y);
+            }
+            w[k] = kvq_pack_half2(x.x, x.y);
+            if (rest) {
+                const float2 rounded = __half22float2(*(const __half2 *) &w[k]);
+                w[k] = kvq_pack_half2(x.x - rounded.x, x.y - rounded.y);
+            }
+        }
+        const uint4 q = make_uint4(w[0], w[1], w[2], w[3]);
+        if (in_a_row) {
+#pragma unroll
+            for (int i = 0; i < NI; ++i) {
+                const __half * row = table + (16*i + g)*B::ROW + 2*first;
+                kvq_mma_chunk(c[i], *(const uint4 *) row, *(const uint4 *) (row + 8*B::ROW), q);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < NI; ++i) {
+                uint32_t r[2][4];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        const float2 cs = first + k < bias.pairs ? kvq_turn(bias, max(at[2*i + e], 0), first + k) : make_float2(0.0f, 0.0f);
+                        r[e][k] = kvq_pack_half2(cs.x, cs.y);
+                        kvq_hold_loads<S>();
+                    }
+                }
+                kvq_mma_chunk(c[i], make_uint4(r[0][0], r[0][1], r[0][2], r[0][3]), make_uint4(r[1][0], r[1][1], r[1][2], r[1][3]), q);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < NI; ++i) {
+        if constexpr (NB == 1) {
+            p[0][2*i]     += c[i][0] + c[i][1];
+            p[0][2*i + 1] += c[i][2] + c[i][3];
+        } else {
+#pragma unroll
+            for (int n = 0; n < NB; ++n) {
+                p[n][2*i]     += c[i][n];
+                p[n][2*i + 1] += c[i][2 + n];
+            }
+        }
+    }
+}
+#endif // KVQ_AMPERE
