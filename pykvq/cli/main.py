@@ -5,6 +5,7 @@ import sys
 
 import click
 
+from pykvq.cli.bench import bench
 from pykvq.cli.calibrate import calibrate
 from pykvq.cli.chat import chat
 from pykvq.cli.compare import compare
@@ -70,5 +71,5 @@ def main() -> None:
     """
 
 
-for command in (types, doctor, plan, chat, compare, calibrate, embed_rotations, inspect, completion):
+for command in (types, doctor, plan, bench, chat, compare, calibrate, embed_rotations, inspect, completion):
     main.add_command(command)
