@@ -5,8 +5,9 @@
 #   tools/device_check.sh build DIR           there, in the unpacked archive: only build
 #   tools/device_check.sh run DIR [STEP...]   there, in the unpacked archive: build in DIR, then the steps, by default
 #                                             check sanitize time model
-# Steps: check (grid against the CPU), sanitize (compute-sanitizer on a small grid), time (kernels), model (llama-bench on
-# an 8B-shaped random model), streams (eight of 32K), long (a context of 1,000,000 tokens, half an hour of prefill);
+# Steps: check (grid against the CPU), sanitize (compute-sanitizer on a small grid), time (kernels), parts (what an f16 window
+# and a key bias add to attention), model (llama-bench on an 8B-shaped random model), streams (eight of 32K), long (a context of
+# 1,000,000 tokens, half an hour of prefill);
 # depth (decode at 0, 32K and 128K, and at MILLION=1000000 tokens), prefill128k (512 and 2048 tokens), depthstreams (eight of
 # 32K), all over caches filled from a short prefix; bandwidth (decode attention as a share of a device copy, and what ncu
 # counts), transforms (the cost of calibrated data), calibrate (statistics of the 8B shape), tests (pytest -m cuda).
@@ -72,6 +73,7 @@ step() {
                   compute-sanitizer --tool $tool --print-limit 5 "$(program "$dir" test-kvq-cuda)" quick
               done ;;
     time)     "$(program "$dir" test-kvq-cuda)" time ;;
+    parts)    "$(program "$dir" test-kvq-cuda)" parts ;;
     model)    local gguf bench
               gguf=$(random_model) bench=$(program "$dir" llama-bench)
               for t in ${TYPES:-f16 turbo2 turbo3 turbo4}; do

@@ -2,6 +2,7 @@
 //   test-kvq-cuda            the whole grid; exit code 1 when something differs, 77 without a CUDA device
 //   test-kvq-cuda quick      a small grid, for compute-sanitizer
 //   test-kvq-cuda time       attention and cache writes timed beside upstream's f16, q8_0 and q4_0
+//   test-kvq-cuda parts      attention timed with an f16 window and with a key bias beside neither
 //   test-kvq-cuda bandwidth  attention of one token at 131072 and of 8 sequences of 32768 as a share of a device copy
 #include "ggml.h"
 #include "ggml-alloc.h"
@@ -125,6 +126,44 @@ static std::vector<ggml_type> cache_types() {
     };
 }
 
+static std::vector<ggml_type> window_types() {
+    return {
+#define KVQ_TYPE(E, F, NAME, N, BYTES) GGML_TYPE_##E,
+        KVQ_FOR_EACH_WINDOW_TYPE(KVQ_TYPE)
+#undef KVQ_TYPE
+    };
+}
+
+// K and V of a layer and their rows of an f16 window, at other indices: fused into one launch.
+static void check_four_writes(const ggml_type tk, const ggml_type tv) {
+    const int64_t n = ggml_blck_size(tk), row = 3*n, rows = 5, table = 40;
+    const ggml_type type[4] = { tk, tv, kvq_window_type(tk), kvq_window_type(tv) };
+    bytes x[4], old[4], index[2];
+    for (int i = 0; i < 4; ++i) {
+        x[i]   = gaussian(row*rows, 1.0f + i);
+        old[i] = cache_data(type[i], row, table);
+    }
+    for (int i = 0; i < 2; ++i) {
+        index[i].resize(rows*8);
+        for (int r = 0; r < rows; ++r) { ((int64_t *) index[i].data())[r] = (7*r + 3 + 11*i) % table; }
+    }
+    for (int watched = 0; watched < 4; ++watched) {
+        auto build = [&](graph_build & b, ggml_tensor ** watch) {
+            ggml_tensor * at[2] = { b.input(GGML_TYPE_I64, { rows }, index[0]), b.input(GGML_TYPE_I64, { rows }, index[1]) };
+            ggml_tensor * out = nullptr;
+            for (int i = 0; i < 4; ++i) {
+                ggml_tensor * cache = b.input(type[i], { row, table }, old[i]);
+                out = ggml_set_rows(b.ctx, cache, b.input(GGML_TYPE_F32, { row, rows }, x[i]), at[i/2]);
+                ggml_build_forward_expand(b.graph, out);
+                *watch = i == watched ? cache : *watch;
+            }
+            return out;
+        };
+        const bytes a = compute(gpu, build), b = compute(cpu, build);
+        report(!a.empty() && a == b, std::string("four SET_ROWS, ") + ggml_type_name(type[watched]) + " of " + ggml_type_name(tk) + "/" + ggml_type_name(tv) + " differs from the CPU");
+    }
+}
+
 static void check_rows(const ggml_type type) {
     const int64_t n = ggml_blck_size(type), row = 3*n, rows = 11, table = 37;
     const std::string name = ggml_type_name(type);
@@ -167,7 +206,8 @@ static void check_rows(const ggml_type type) {
             *watch = cache[sigma == 1.0f ? 0 : 1];
             return v;
         });
-        same("GET_ROWS", [&](graph_build & b, ggml_tensor **) {
+        // nothing gathers rows of a window, and the CPU does not
+        if (kvq_is_cache_type(type)) same("GET_ROWS", [&](graph_build & b, ggml_tensor **) {
             ggml_tensor * t = b.input(type, { row, table*2 }, blocks);
             return ggml_get_rows(b.ctx, t, b.input(GGML_TYPE_I32, { rows }, i32));
         });
@@ -200,16 +240,56 @@ struct attention {
     int dk, dv, heads_kv, gqa, tokens, seqs, n_kv;
     bool mask = true, sinks = false, v_is_k = false, one_mask = false;
     float softcap = 0.0f, max_bias = 0.0f;
+    int  n_window = 0;                                  // rows of an f16 window
+    bool cache_hidden = false, window_hidden = false;   // in full
+    int  n_rot = 0;                                     // values that a key bias turns; 0 without one
+    bool interleaved = false, in_a_row = true;          // pairs of the bias; positions of the tokens
 };
 
 static std::string text(const attention & p) {
-    char s[256];
-    snprintf(s, sizeof(s), "%s/%s d %d/%d kv heads %d gqa %d tokens %d seqs %d n_kv %d%s%s%s%s%s", ggml_type_name(p.tk), ggml_type_name(p.tv), p.dk, p.dv, p.heads_kv,
-        p.gqa, p.tokens, p.seqs, p.n_kv, p.mask ? " mask" : "", p.sinks ? " sinks" : "", p.v_is_k ? " V in K" : "", p.softcap != 0 ? " softcap" : "", p.max_bias > 0 ? " alibi" : "");
+    char s[384];
+    snprintf(s, sizeof(s), "%s/%s d %d/%d kv heads %d gqa %d tokens %d seqs %d n_kv %d window %d%s%s bias %d%s%s%s%s%s%s%s", ggml_type_name(p.tk), ggml_type_name(p.tv), p.dk, p.dv, p.heads_kv,
+        p.gqa, p.tokens, p.seqs, p.n_kv, p.n_window, p.cache_hidden ? " cache hidden" : "", p.window_hidden ? " window hidden" : "", p.n_rot,
+        p.interleaved ? " interleaved" : "", p.in_a_row ? "" : " scattered", p.mask ? " mask" : "", p.sinks ? " sinks" : "", p.v_is_k ? " V in K" : "", p.softcap != 0 ? " softcap" : "", p.max_bias > 0 ? " alibi" : "");
     return s;
 }
 
-struct attention_data { bytes q, k, v, mask, sinks; };
+struct attention_data { bytes q, k, v, mask, sinks, k16, v16, mask16, bias_q, bias, trig, pos; };
+
+static const int TRIG_STEPS = 64;       // of 256 positions
+
+// window and key bias
+static void make_parts(const attention & p, attention_data & d) {
+    if (p.n_window) {
+        d.k16 = cache_data(kvq_window_type(p.tk), p.dk*p.heads_kv, int64_t(p.n_window)*p.seqs);
+        d.v16 = cache_data(kvq_window_type(p.tv), p.dv*p.heads_kv, int64_t(p.n_window)*p.seqs);
+        d.mask16.resize(size_t(2)*p.n_window*p.tokens*(p.one_mask ? 1 : p.seqs));
+        for (size_t i = 0; i < d.mask16.size()/2; ++i) {
+            const int c = int(i % p.n_window), t = int(i/p.n_window % p.tokens), s = int(i/p.n_window/p.tokens);
+            // rows of other sequences and free ones, a tile that none sees
+            const bool hidden = p.window_hidden || (5*c + 3*t + s) % 4 == 0 || (c >= 64 && c < 96);
+            ((ggml_fp16_t *) d.mask16.data())[i] = ggml_fp32_to_fp16(hidden ? -INFINITY : p.max_bias > 0 ? -float((c*3 + t) % 50)/16.0f : 0.0f);
+        }
+    }
+    if (p.n_rot) {
+        d.bias_q = gaussian(size_t(p.dk)*p.heads_kv*p.gqa*p.tokens*p.seqs, 1.0f);
+        d.bias   = gaussian(size_t(p.dk)*p.heads_kv, 2.0f);
+        d.trig.resize(size_t(4)*p.n_rot*(256 + TRIG_STEPS));
+        for (int r = 0; r < 256 + TRIG_STEPS; ++r) {
+            for (int i = 0; i < p.n_rot/2; ++i) {
+                const double angle = (r < 256 ? r : (r - 256)*256)*pow(10000.0, -2.0*i/p.n_rot);
+                ((float *) d.trig.data())[size_t(r)*p.n_rot + i]             = float(cos(angle));
+                ((float *) d.trig.data())[size_t(r)*p.n_rot + p.n_rot/2 + i] = float(sin(angle));
+            }
+        }
+        const int cells = p.n_kv + p.n_window;
+        d.pos.resize(size_t(4)*cells*p.seqs);
+        for (int i = 0; i < cells*p.seqs; ++i) {
+            // one break in the row, and positions in no order
+            ((int32_t *) d.pos.data())[i] = !p.in_a_row ? int(rng() % 16000) : i % cells + (i % cells > cells/3 ? 40 : 3000);
+        }
+    }
+}
 
 static attention_data make_data(const attention & p) {
     attention_data d;
@@ -224,10 +304,11 @@ static attention_data make_data(const attention & p) {
     for (size_t i = 0; i < d.mask.size()/2; ++i) {
         const int c = int(i % p.n_kv), t = int(i/p.n_kv % p.tokens), s = int(i/p.n_kv/p.tokens);
         // causal, each sequence with its own length, a few holes, biases for ALiBi
-        const bool hidden = c > p.n_kv - p.tokens - 7*s + t || (c % 97 == 13);
-        ((ggml_fp16_t *) d.mask.data())[i] = ggml_fp32_to_fp16(hidden && c > 0 ? -INFINITY : p.max_bias > 0 ? -float((c*7 + t) % 50)/16.0f : 0.0f);
+        const bool hidden = p.cache_hidden || c > p.n_kv - p.tokens - 7*s + t || (c % 97 == 13);
+        ((ggml_fp16_t *) d.mask.data())[i] = ggml_fp32_to_fp16(hidden && (c > 0 || p.cache_hidden) ? -INFINITY : p.max_bias > 0 ? -float((c*7 + t) % 50)/16.0f : 0.0f);
     }
     d.sinks = gaussian(heads, 1.0f);
+    make_parts(p, d);
     return d;
 }
 
@@ -247,6 +328,23 @@ static ggml_tensor * build_attention(const attention & p, const attention_data &
         ggml_flash_attn_ext_add_sinks(out, b.input(GGML_TYPE_F32, { heads }, d.sinks));
     }
     ggml_prec_set_acc(out, GGML_PREC_F32);
+    if (p.n_window) {
+        auto rows_of = [&](const ggml_type type, const int dim, const bytes & data) {
+            ggml_tensor * t = b.input(type, { int64_t(dim)*p.heads_kv, p.n_window, p.seqs }, data);
+            t = ggml_view_4d(b.ctx, t, dim, p.heads_kv, p.n_window, p.seqs, ggml_row_size(type, dim), t->nb[1], t->nb[2], 0);
+            return ggml_permute(b.ctx, t, 0, 2, 1, 3);
+        };
+        out->src[9]  = rows_of(kvq_window_type(p.tk), p.dk, d.k16);
+        out->src[10] = rows_of(kvq_window_type(p.tv), p.dv, d.v16);
+        out->src[11] = b.input(GGML_TYPE_F16, { p.n_window, p.tokens, 1, p.one_mask ? 1 : p.seqs }, d.mask16);
+    }
+    if (p.n_rot) {
+        out->src[5] = ggml_permute(b.ctx, b.input(GGML_TYPE_F32, { p.dk, heads, p.tokens, p.seqs }, d.bias_q), 0, 2, 1, 3);
+        out->src[6] = b.input(GGML_TYPE_F32, { p.dk, p.heads_kv }, d.bias);
+        out->src[7] = b.input(GGML_TYPE_F32, { p.n_rot, 256 + TRIG_STEPS }, d.trig);
+        out->src[8] = b.input(GGML_TYPE_I32, { p.n_kv + p.n_window, p.seqs }, d.pos);
+        ((int32_t *) out->op_params)[8] = p.interleaved;
+    }
     return out;
 }
 
@@ -256,18 +354,25 @@ static void check_attention(const attention & p) {
     const bytes a = compute(gpu, build), b = compute(cpu, build);
     const double e = relative_error(a, b);
     // int8 products with 16-bit queries and weights stay below 1e-3, the f16 tiles of larger batches and mixed types below 1e-2
-    const double limit = p.tokens*p.gqa <= 32 && kvq_is_cache_type(p.tk) && kvq_value_type(p.tk) == p.tv ? 1e-3 : 1e-2;
+    // (2e-3 with a window or a bias, whose products are of f16)
+    const bool decode = p.tokens*p.gqa <= 32 && kvq_is_cache_type(p.tk) && kvq_value_type(p.tk) == p.tv;
+    const double limit = !decode ? 1e-2 : p.n_window || p.n_rot ? 2e-3 : 1e-3;
     char s[64];
     snprintf(s, sizeof(s), "error %.2e above %.0e: ", e, limit);
     report(e < limit, s + text(p));
 }
 
-// A step of decoding: K and V of a new token are written, and attention reads them in the launch that follows.
+// A step of decoding: K and V of a new token are written, to the window too if there is one, and attention reads them in the
+// launch that follows.
 static void check_write_and_attention(const attention & p) {
     const attention_data d = make_data(p);
     const bytes row = gaussian(size_t(p.dk)*p.heads_kv, 3.0f);
-    bytes index(8);
+    bytes index(8), index16(8), mask(size_t(2)*p.n_kv, 0);
     *(int64_t *) index.data() = p.n_kv - 2;
+    *(int64_t *) index16.data() = p.n_window - 7;
+    if (p.n_window) {       // the written cell is read from the window
+        ((ggml_fp16_t *) mask.data())[p.n_kv - 2] = ggml_fp32_to_fp16(-INFINITY);
+    }
     auto build = [&](graph_build & b, ggml_tensor **) {
         ggml_tensor * cache[2], * heads[2];
         const bytes * data[2] = { &d.k, &d.v };
@@ -280,14 +385,29 @@ static void check_write_and_attention(const attention & p) {
             heads[i] = ggml_view_3d(b.ctx, cache[i], p.dk, p.heads_kv, p.n_kv, ggml_row_size(type[i], p.dk), cache[i]->nb[1], 0);
             heads[i] = ggml_permute(b.ctx, heads[i], 0, 2, 1, 3);
         }
-        ggml_tensor * out = ggml_flash_attn_ext(b.ctx, q, heads[0], heads[1], nullptr, 1.0f/sqrtf(float(p.dk)), 0.0f, 0.0f);
+        ggml_tensor * heads16[2] = {};
+        const bytes * data16[2] = { &d.k16, &d.v16 };
+        ggml_tensor * at16 = p.n_window ? b.input(GGML_TYPE_I64, { 1 }, index16) : nullptr;
+        for (int i = 0; i < 2 && p.n_window; ++i) {
+            const ggml_type t = kvq_window_type(type[i]);
+            ggml_tensor * rows = b.input(t, { int64_t(p.dk)*p.heads_kv, p.n_window }, *data16[i]);
+            ggml_build_forward_expand(b.graph, ggml_set_rows(b.ctx, rows, b.input(GGML_TYPE_F32, { int64_t(p.dk)*p.heads_kv, 1 }, row), at16));
+            heads16[i] = ggml_permute(b.ctx, ggml_view_3d(b.ctx, rows, p.dk, p.heads_kv, p.n_window, ggml_row_size(t, p.dk), rows->nb[1], 0), 0, 2, 1, 3);
+        }
+        ggml_tensor * out = ggml_flash_attn_ext(b.ctx, q, heads[0], heads[1], p.n_window ? b.input(GGML_TYPE_F16, { p.n_kv, 1 }, mask) : nullptr,
+            1.0f/sqrtf(float(p.dk)), 0.0f, 0.0f);
+        if (p.n_window) {
+            out->src[9]  = heads16[0];
+            out->src[10] = heads16[1];
+            out->src[11] = b.input(GGML_TYPE_F16, { p.n_window, 1 }, d.mask16);
+        }
         ggml_prec_set_acc(out, GGML_PREC_F32);
         return out;
     };
     const double e = relative_error(compute(gpu, build), compute(cpu, build));
     char s[64];
     snprintf(s, sizeof(s), "error %.2e after a write: ", e);
-    report(e < 1e-3, s + text(p));
+    report(e < (p.n_window ? 2e-3 : 1e-3), s + text(p));
 }
 
 static const int OSCAR2 = 5;       // in place of bits
@@ -299,12 +419,131 @@ static ggml_type type_of(const int store, const int d) {
     return store == 16 ? GGML_TYPE_F16 : store == 8 ? GGML_TYPE_Q8_0 : member(store, d);
 }
 
-static void check_all(const bool quick) {
-    auto P = [](const int k, const int v, const int d, const int heads_kv, const int gqa, const int tokens, const int seqs, const int n_kv) {
-        attention p;
-        p.tk = type_of(k, d); p.tv = type_of(v, d); p.dk = p.dv = d; p.heads_kv = heads_kv; p.gqa = gqa; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
-        return p;
+static attention P(const int k, const int v, const int d, const int heads_kv, const int gqa, const int tokens, const int seqs, const int n_kv) {
+    attention p;
+    p.tk = type_of(k, d); p.tv = type_of(v, d); p.dk = p.dv = d; p.heads_kv = heads_kv; p.gqa = gqa; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
+    return p;
+}
+
+static void check_windows(const bool quick) {
+    auto W = [](attention p, const int n_window) {
+        p.n_window = n_window;
+        check_attention(p);
     };
+    for (const int n_kv : { 256, 896 }) {
+        attention p = P(2, 2, 128, 8, 4, 1, 1, n_kv);
+        p.n_window = 128;
+        check_write_and_attention(p);
+    }
+    if (quick) {
+        W(P(2, 2, 128, 8, 4, 1, 1, 256), 64);
+        W(P(3, 3, 128, 8, 4, 2, 1, 896), 128);
+        W(P(OSCAR2, 2, 128, 2, 3, 1, 2, 200), 192);
+        W(P(4, 4, 128, 2, 4, 40, 1, 133), 64);
+        W(P(2, 2, 96, 2, 4, 20, 1, 133), 64);
+        return;
+    }
+    // the three decode kernels and the prefill kernels, one part hidden
+    for (const int n_kv : { 200, 256, 576, 4096 }) {
+        for (const int tokens : { 1, 2, 8, n_kv > 1000 ? 12 : 70 }) {
+            for (const int s : { 2, 3, 4, OSCAR2 }) {
+                attention p = P(s, s == OSCAR2 ? 2 : s, 128, 8, 4, tokens, 1, n_kv);
+                W(p, 320);
+                p.cache_hidden = true;                             W(p, 128);
+                p.cache_hidden = false; p.window_hidden = true;    W(p, 128);
+                p.cache_hidden = p.sinks = true;                   W(p, 64);      // nothing but sinks
+            }
+        }
+    }
+    for (const int n_window : { 64, 448, 1024, 1536, 2560 }) {
+        for (const int tokens : { 1, 2, 4, 33 }) {
+            W(P(2, 2, 128, 8, 4, tokens, 1, 512), n_window);
+            W(P(3, 2, 64, 8, 2, tokens, 3, 640), n_window);
+        }
+    }
+    for (const int d : { 64, 80, 96, 112, 128, 192, 256, 512 }) {
+        for (const int tokens : { 1, 3, 8, 40, 130 }) {
+            for (const int s : { 2, 3, 4, OSCAR2 }) {
+                W(P(s, s == OSCAR2 ? 2 : s, d, 2, 2, tokens, 2, 261), 128);
+            }
+        }
+    }
+    for (const int k : { 2, 3, 4, OSCAR2, 8, 16 }) {
+        for (const int v : { 2, 3, 4, 8, 16 }) {
+            if (k != 8 && k != 16 ? true : v <= 4) {
+                for (const int d : { 64, 128, 256 }) {
+                    for (const int tokens : { 1, 20, 64 }) {
+                        W(P(k, v, d, 2, 4, tokens, 1, 333), 192);
+                    }
+                }
+            }
+        }
+    }
+    for (const int gqa : { 1, 2, 3, 5, 7, 8, 12, 16 }) {
+        for (const int tokens : { 1, 4, 8, 17 }) {
+            W(P(2, 2, 128, 2, gqa, tokens, 1, 300), 128);
+        }
+    }
+    for (const int tokens : { 1, 5, 50 }) {
+        for (const int s : { 2, 3, OSCAR2 }) {
+            attention p = P(s, s == OSCAR2 ? 2 : s, 128, 4, 4, tokens, 3, 400);
+            p.sinks = true;                       W(p, 192);
+            p.softcap = 15.0f;                    W(p, 192);
+            p.sinks = false; p.one_mask = true;   W(p, 192);
+            p.softcap = 0.0f; p.max_bias = 8.0f;  W(p, 192);
+            p.max_bias = 0.0f; p.mask = false;    W(p, 192);
+            attention x = P(s, s, 192, 2, 8, tokens, 1, 300);
+            x.dv = 128; x.tv = member(s == OSCAR2 ? 2 : s, 128); W(x, 128);
+        }
+    }
+}
+
+static void check_biases(const bool quick) {
+    auto B = [](attention p, const int n_rot, const int n_window) {
+        p.n_rot = n_rot; p.n_window = n_window;
+        check_attention(p);
+        p.in_a_row = false;
+        p.interleaved = true;
+        check_attention(p);
+    };
+    if (quick) {
+        B(P(2, 2, 128, 8, 4, 1, 1, 256), 128, 64);
+        B(P(3, 3, 64, 2, 7, 1, 1, 200), 64, 0);
+        B(P(OSCAR2, 2, 128, 2, 6, 40, 1, 133), 128, 64);
+        return;
+    }
+    // the shapes of Qwen2: 0.5B, 1.5B, 7B, 72B
+    for (const int tokens : { 1, 2, 4, 8, 70 }) {
+        for (const int s : { 2, 3, 4, OSCAR2 }) {
+            for (const int n_window : { 0, 128 }) {
+                const int v = s == OSCAR2 ? 2 : s;
+                B(P(s, v,  64, 2, 7, tokens, 1, 777),  64, n_window);
+                B(P(s, v, 128, 2, 6, tokens, 1, 777), 128, n_window);
+                B(P(s, v, 128, 4, 7, tokens, 1, 640), 128, n_window);
+                B(P(s, v, 128, 8, 8, tokens, 1, 640), 128, n_window);
+                B(P(s, v, 128, 8, 4, tokens, 2, 640), 128, n_window);
+            }
+        }
+    }
+    for (const int d : { 64, 80, 96, 112, 128, 256 }) {
+        for (const int tokens : { 1, 3, 40 }) {
+            B(P(3, 3, d, 2, 2, tokens, 2, 261), d,   64);
+            B(P(OSCAR2, 2, d, 2, 3, tokens, 1, 261), d/2, 64);
+            B(P(2, 16, d, 2, 2, tokens, 1, 261), 24, 64);
+        }
+    }
+    for (const int tokens : { 1, 5, 50 }) {
+        attention p = P(3, 3, 128, 4, 4, tokens, 3, 400);
+        p.sinks = true;                       B(p, 128, 128);
+        p.softcap = 15.0f;                    B(p, 128, 128);
+        p.sinks = false; p.one_mask = true;   B(p,  64, 128);
+        p.softcap = 0.0f; p.max_bias = 8.0f;  B(p, 128, 0);
+        p.max_bias = 0.0f; p.mask = false;    B(p, 128, 64);
+        p.cache_hidden = p.mask = true;       B(p, 128, 64);
+    }
+}
+
+static void check_all(const bool quick) {
     if (quick) {
         check_rows(member(3, 128));
         check_rows(member(2, 80));
@@ -327,11 +566,24 @@ static void check_all(const bool quick) {
         attention p = P(3, 3, 256, 2, 4, 9, 1, 140);
         p.sinks = true;
         check_attention(p);
+        check_rows(GGML_TYPE_TURBO_F16_128);
+        check_four_writes(member(OSCAR2, 128), member(2, 128));
+        check_windows(true);
+        check_biases(true);
         return;
     }
     for (const ggml_type type : cache_types()) {
         check_rows(type);
     }
+    for (const ggml_type type : window_types()) {
+        check_rows(type);
+        const int n = int(ggml_blck_size(type));
+        check_four_writes(member(2, n), member(3, n));
+        check_four_writes(member(OSCAR2, n), member(2, n));
+        check_four_writes(member(4, n), member(4, n));
+    }
+    check_windows(false);
+    check_biases(false);
     const int stores[] = { 2, 3, 4, 8, 16 };
     for (const int k : stores) {
         for (const int v : stores) {
@@ -455,8 +707,9 @@ static double seconds_of(const ggml_backend_t backend, const std::function<ggml_
     return times[times.size()/2];
 }
 
-static void time_attention(const ggml_type tk, const ggml_type tv, const int tokens, const int seqs, const int n_kv, const double copy_rate) {
+static void time_attention(const ggml_type tk, const ggml_type tv, const int tokens, const int seqs, const int n_kv, const double copy_rate, const int n_window = 0, const int n_rot = 0) {
     attention p;
+    p.n_window = n_window; p.n_rot = n_rot;
     p.tk = tk; p.tv = tv; p.dk = p.dv = 128; p.heads_kv = 8; p.gqa = 4; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
     attention_data d;
     d.q = gaussian(size_t(p.dk)*32*tokens*seqs, 2.0f);
@@ -472,11 +725,12 @@ static void time_attention(const ggml_type tk, const ggml_type tv, const int tok
     d.k = repeat(tk);
     d.v = repeat(tv);
     d.mask.assign(size_t(2)*n_kv*tokens*seqs, 0);
+    make_parts(p, d);
     const double bytes_read = double(ggml_row_size(tk, 1024) + ggml_row_size(tv, 1024))*n_kv*seqs;
     const int copies = tokens > 64 ? 1 : std::max(2, std::min(16, int(5e8/bytes_read)));
     const double s = seconds_of(gpu, [&](graph_build & b, int) { return build_attention(p, d, b); }, copies, tokens > 64 ? 5 : 15);
-    printf("attention %-8s %-8s tokens %3d seqs %d n_kv %6d: %9.1f us %6.0f GB/s = %4.1f %% of copy %6.1f TFLOP/s\n", ggml_type_name(tk), ggml_type_name(tv), tokens, seqs, n_kv,
-        s*1e6, bytes_read/s*1e-9, 100.0*bytes_read/s/copy_rate, 4.0*32*128*double(n_kv)*tokens*seqs/s*1e-12);
+    printf("attention %-8s %-8s tokens %3d seqs %d n_kv %6d window %4d bias %3d: %9.1f us %6.0f GB/s = %4.1f %% of copy %6.1f TFLOP/s\n", ggml_type_name(tk), ggml_type_name(tv), tokens, seqs, n_kv,
+        n_window, n_rot, s*1e6, bytes_read/s*1e-9, 100.0*bytes_read/s/copy_rate, 4.0*32*128*double(n_kv)*tokens*seqs/s*1e-12);
     fflush(stdout);
 }
 
@@ -493,6 +747,25 @@ static void time_bandwidth() {
     for (const ggml_type t : { GGML_TYPE_F16, GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 }) {
         time_attention(t, kvq_value_type(t), 1, 1, 131072, rate);
         time_attention(t, kvq_value_type(t), 1, 8, 32768, rate);
+    }
+}
+
+// what an f16 window of 64 + 256 rows and a key bias add
+static void time_parts() {
+    const double rate = time_copy();
+    const int parts[4][2] = { { 0, 0 }, { 320, 0 }, { 0, 128 }, { 320, 128 } };
+    for (const ggml_type t : { GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 }) {
+        for (const int n_kv : { 256, 4096, 32768, 131072 }) {
+            for (const auto & part : parts) {
+                time_attention(t, kvq_value_type(t), 1, 1, n_kv, rate, part[0], part[1]);
+            }
+        }
+        for (const auto & part : parts) {
+            time_attention(t, kvq_value_type(t), 1, 8, 32768, rate, part[0], part[1]);
+        }
+        for (const auto & part : parts) {
+            time_attention(t, kvq_value_type(t), 512, 1, 32768, rate, part[0], part[1]);
+        }
     }
 }
 
@@ -540,6 +813,8 @@ int main(int argc, char ** argv) {
     printf("%s against %s\n", ggml_backend_dev_description(device), ggml_backend_name(cpu));
     if (mode == "time") {
         time_all();
+    } else if (mode == "parts") {
+        time_parts();
     } else if (mode == "bandwidth") {
         time_bandwidth();
     } else {
