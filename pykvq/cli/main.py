@@ -12,9 +12,11 @@ from pykvq.cli.compare import compare
 from pykvq.cli.completion import completion
 from pykvq.cli.doctor import doctor
 from pykvq.cli.embed import embed_rotations
+from pykvq.cli.epicache import epicache
 from pykvq.cli.errors import explain
 from pykvq.cli.inspect import inspect
 from pykvq.cli.plan import plan
+from pykvq.cli.serve import serve
 from pykvq.cli.types import types
 
 
@@ -71,5 +73,5 @@ def main() -> None:
     """
 
 
-for command in (types, doctor, plan, bench, chat, compare, calibrate, embed_rotations, inspect, completion):
+for command in (types, doctor, plan, bench, chat, compare, calibrate, embed_rotations, inspect, serve, epicache, completion):
     main.add_command(command)

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
 
-from pykvq.epicache.chat import Conversation, EpiCache
+from pykvq.epicache.chat import Conversation, EpiCache, Turn
 from pykvq.epicache.identity import identity
 from pykvq.epicache.messages import Message, message
 from pykvq.epicache.store import Store
@@ -18,32 +19,35 @@ log = logging.getLogger("pykvq.epicache")
 
 class Conversations:
     """Many conversations through one EpiCache. memory_limit: bytes of caches kept in the process, least recently used first out; disk_limit: of the
-    store in `root`. Not thread-safe: one answer at a time."""
+    store in `root`. Threads take turns: one answer at a time.
+    """
 
     def __init__(self, epicache: EpiCache, root: str | Path, memory_limit: int = 2 << 30, disk_limit: int | None = None):
         self.epicache, self.memory_limit = epicache, memory_limit
         self.store = Store(root, disk_limit)
         self.identity = epicache.identity()
         self._kept: OrderedDict[str, Conversation] = OrderedDict()
-        self.last_id, self.last_reason = "", None
+        self._lock = threading.Lock()            # no RLock: a streamed answer may be closed by another thread
+        self.last_id, self.last_reason, self.turn = "", None, Turn()
 
     def chat(self, messages: Sequence[Message | dict], **options) -> Iterator[str]:
         """Pieces of the answer to a list of messages, as EpiCache.chat(stream=True); saved when it is complete.
 
-        last_id and last_reason then say which conversation it was and why a saved cache was not used.
+        last_id, last_reason and turn then say which conversation it was, why a saved cache was not used, and how the answer came about.
         """
         messages = [message(m) for m in messages]
-        id, conversation, self.last_reason = self._of(messages)
-        self.last_id = id
-        if self.last_reason:
-            log.warning("conversation %s: the saved cache is not used (%s); its text is read again", id, self.last_reason)
-        self.epicache.adopt(conversation)
-        yield from self.epicache.chat(messages, stream=True, **options)
-        conversation = self.epicache.conversation
-        self._kept[id] = conversation
-        self._kept.move_to_end(id)
-        self.store.put(id, conversation, self.identity)
-        self._make_room()
+        with self._lock:
+            id, conversation, self.last_reason = self._of(messages)
+            self.last_id = id
+            if self.last_reason:
+                log.warning("conversation %s: the saved cache is not used (%s); its text is read again", id, self.last_reason)
+            self.epicache.adopt(conversation)
+            yield from self.epicache.chat(messages, stream=True, **options)
+            conversation, self.turn = self.epicache.conversation, self.epicache.last
+            self._kept[id] = conversation
+            self._kept.move_to_end(id)
+            self.store.put(id, conversation, self.identity)
+            self._make_room()
 
     def close(self) -> None:
         """Close the store; the EpiCache stays open."""

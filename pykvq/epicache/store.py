@@ -47,14 +47,20 @@ class Entry:
 
 class Store:
     """The folder `root`, made if absent. limit: bytes of cache files; beyond it the least recently used conversations lose theirs, not their text.
+    watch: only look, beside a process that uses it.
 
     Raises ValueError when another process has the store open, OSError.
     """
 
-    def __init__(self, root: str | Path, limit: int | None = None):
-        self.root, self.limit = Path(root), limit
-        self.root.mkdir(parents=True, exist_ok=True)
+    def __init__(self, root: str | Path, limit: int | None = None, watch: bool = False):
+        self.root, self.limit, self._lock = Path(root), limit, threading.RLock()
         self._process = FileLock(self.root / _LOCK)
+        if watch:
+            if not (self.root / _INDEX).is_file():
+                raise ValueError(f"no conversations are saved in {self.root}")
+            self._db = sqlite3.connect(f"{(self.root / _INDEX).absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
         try:
             self._process.acquire(timeout=0)
         except Timeout as error:
@@ -63,7 +69,6 @@ class Store:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_SCHEMA)
-        self._lock = threading.RLock()
         self._sweep()
 
     def close(self) -> None:
