@@ -6,12 +6,11 @@
 #include "kvq-fattn.cuh"
 
 // Places in shared memory of what a bias needs: pairs of (cosine part, sine part) of the query rows, a table of the turns by
-// 0 to TILE - 1 in f16, and a pair list for every warp.
+// 0 to TILE - 1 in the order of the products' fragments, and a pair list for every warp.
 template <typename S> struct kvq_bias_shape {
     static constexpr int PAIRS = (S::DK + 31)/32*16;                // padded with zeros
     static constexpr int slot_bytes  = S::ROWS*PAIRS*8;             // queries of one warp
-    static constexpr int ROW = 2*PAIRS + 8;                         // halves of a row of the table
-    static constexpr int table_bytes = S::TILE*ROW*2;
+    static constexpr int table_bytes = S::TILE*PAIRS*4;             // [2 a chunk of 16 pairs][TILE/16][32 lanes] uint4
     static constexpr int turn_bytes  = PAIRS*8;                     // of one warp
     static constexpr int fixed_bytes = table_bytes + 8*turn_bytes;
 };
@@ -119,84 +118,117 @@ template <int VB, typename S, int OUT> static __device__ __forceinline__ void kv
 
 // ---- key bias ----
 
+// Fills the table; every thread of a block takes part.
+template <typename S> static __device__ __forceinline__ void kvq_fill_bias_table(const kvq_bias_args & bias, uint4 * table, const int tid, const int n_threads) {
+    constexpr int NI = S::TILE/16;
+    for (int at = tid; at < kvq_bias_shape<S>::table_bytes/16; at += n_threads) {
+        const int lane = at & 31, i = at/32 % NI, half = at/32/NI;
+        const int pair = 8*half - 6*(half & 1) + 4*(lane & 3);      // 16*chunk + 4t + 2*(half of the chunk)
+        auto turn = [&](const int offset, const int k) {            // the rows below 256 are plain turns
+            const float * row = (const float *) (bias.trig + offset*bias.nbt1);
+            return k < bias.pairs ? kvq_pack_half2(row[k], row[bias.pairs + k]) : 0u;
+        };
+        const int offset = 16*i + (lane >> 2);
+        table[at] = make_uint4(turn(offset, pair), turn(offset + 8, pair), turn(offset, pair + 1), turn(offset + 8, pair + 1));
+    }
+}
+
 // Adds the bias to the logits p of S::TILE tokens. pos: of the first token. Where the visible tokens stand in a row, the queries
 // are turned to the first one's position and meet the table; elsewhere every token's turn is made from the long table.
 template <typename S> static __device__ __forceinline__ void kvq_add_bias(
-        float (&p)[S::GROUPS][S::TILE/8], const uint32_t (&mk)[S::GROUPS][S::TILE/8], const kvq_bias_args & bias, const int * pos,
-        const float2 * z, const __half * table, float2 * turn, const int lane) {
+        float (&p)[S::GROUPS][S::TILE/8], const uint32_t (&mk)[S::GROUPS][S::TILE/8], const bool masked, const kvq_bias_args & bias, const int * pos,
+        const float2 * z, const uint4 * table, float2 * turn, const int lane) {
     using B = kvq_bias_shape<S>;
-    constexpr int NI = S::TILE/16, NB = S::GROUPS;
+    constexpr int NI = S::TILE/16, NB = S::GROUPS, EACH = S::TILE/32;
     const int g = lane >> 2, t = lane & 3;
-    int at[2*NI], base = -1;
+    // lane i looks at tokens i and i + 32
+    bool seen[EACH];
 #pragma unroll
-    for (int j = 2*NI - 1; j >= 0; --j) {
-        bool seen = false;
+    for (int e = 0; e < EACH; ++e) {
+        seen[e] = !masked;
+    }
+    if (masked) {
 #pragma unroll
-        for (int n = 0; n < NB; ++n) {
-            seen = seen || mk[n][j] != 0xFC00u;
+        for (int j = 0; j < 2*NI; ++j) {
+            bool visible = false;
+#pragma unroll
+            for (int n = 0; n < NB; ++n) {
+                visible = visible || mk[n][j] != 0xFC00u;
+            }
+            const uint32_t lanes = __ballot_sync(0xFFFFFFFFu, visible);
+            seen[j/4] = lane/8 == j % 4 ? (lanes >> 4*(lane & 7) & 15u) != 0 : seen[j/4];
         }
-        at[j] = seen ? pos[8*j + g] : -1;
-        base = seen ? at[j] - 8*j - g : base;
+    }
+    int base = -1, first[EACH];         // position of the tile's first token, if this one is in its place
+#pragma unroll
+    for (int e = EACH - 1; e >= 0; --e) {
+        first[e] = seen[e] ? pos[32*e + lane] - 32*e - lane : -1;
+        base = seen[e] ? first[e] : base;
     }
     const uint32_t some = __ballot_sync(0xFFFFFFFFu, base >= 0);
     base = __shfl_sync(0xFFFFFFFFu, base, some ? __ffs(some) - 1 : 0);
     bool in_a_row = base >= 0;
 #pragma unroll
-    for (int j = 0; j < 2*NI; ++j) {
-        in_a_row = in_a_row && (at[j] < 0 || at[j] == base + 8*j + g);
+    for (int e = 0; e < EACH; ++e) {
+        in_a_row = in_a_row && (!seen[e] || first[e] == base);
     }
     in_a_row = __all_sync(0xFFFFFFFFu, in_a_row);
+
+    float c[NI][4];
+#pragma unroll
+    for (int i = 0; i < NI; ++i) {
+        c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.0f;
+    }
+    // one group of rows fills the even columns alone; the odd ones repeat it
+    const float2 * my_z = z + (NB == 2 ? kvq_column_row(g) : g >> 1)*B::PAIRS + 4*t;
+    auto column = [](const float4 x, const float4 y) {
+        return make_uint4(kvq_pack_half2(x.x, x.y), kvq_pack_half2(x.z, x.w), kvq_pack_half2(y.x, y.y), kvq_pack_half2(y.z, y.w));
+    };
     if (in_a_row) {
         __syncwarp();
         for (int i = lane; i < (bias.pairs + 15)/16*16; i += 32) {
             turn[i] = i < bias.pairs ? kvq_turn(bias, base, i) : make_float2(0.0f, 0.0f);
         }
         __syncwarp();
-    }
-    float c[NI][4];
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-        c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.0f;
-    }
-    // one group of rows: the odd columns take what rounding to f16 leaves of the even ones
-    const float2 * my_z = z + (NB == 2 ? kvq_column_row(g) : g >> 1)*B::PAIRS;
-    const bool rest = NB == 1 && (g & 1);
 #pragma unroll 1
-    for (int ch = 0; 16*ch < bias.pairs; ++ch) {
-        const int first = 16*ch + 4*t;
-        uint32_t w[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            float2 x = my_z[first + k];
-            if (in_a_row) {
-                const float2 cs = turn[first + k];
-                x = make_float2(x.x*cs.x + x.y*cs.y, x.y*cs.x - x.x*cs.y);
-            }
-            w[k] = kvq_pack_half2(x.x, x.y);
-            if (rest) {
-                const float2 rounded = __half22float2(*(const __half2 *) &w[k]);
-                w[k] = kvq_pack_half2(x.x - rounded.x, x.y - rounded.y);
-            }
-        }
-        const uint4 q = make_uint4(w[0], w[1], w[2], w[3]);
-        if (in_a_row) {
+        for (int chunk = 0; chunk < bias.pairs; chunk += 16) {
+            auto turned = [&](const int k) {      // pairs k and k + 1
+                const float4 x = *(const float4 *) (my_z + chunk + k), r = *(const float4 *) (turn + 4*t + chunk + k);
+                return make_float4(x.x*r.x + x.y*r.y, x.y*r.x - x.x*r.y, x.z*r.z + x.w*r.w, x.w*r.z - x.z*r.w);
+            };
+            const uint4 q = column(turned(0), turned(2));
+            const uint4 * rows = table + chunk/8*NI*32 + lane;
 #pragma unroll
             for (int i = 0; i < NI; ++i) {
-                const __half * row = table + (16*i + g)*B::ROW + 2*first;
-                kvq_mma_chunk(c[i], *(const uint4 *) row, *(const uint4 *) (row + 8*B::ROW), q);
+                kvq_mma_f16(c[i], rows[i*32], q.x, q.y);
+                kvq_mma_f16(c[i], rows[(NI + i)*32], q.z, q.w);
             }
-        } else {
+        }
+    } else {
+        auto position = [&](const int j) {        // of token 8j + g, 0 where no row sees it
+            bool visible = false;
+#pragma unroll
+            for (int n = 0; n < NB; ++n) {
+                visible = visible || mk[n][j] != 0xFC00u;
+            }
+            return visible ? max(pos[8*j + g], 0) : 0;
+        };
+#pragma unroll 1
+        for (int chunk = 0; chunk < bias.pairs; chunk += 16) {
+            const uint4 q = column(*(const float4 *) (my_z + chunk), *(const float4 *) (my_z + chunk + 2));
 #pragma unroll
             for (int i = 0; i < NI; ++i) {
                 uint32_t r[2][4];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
+                    const int at = position(2*i + e);
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
-                        const float2 cs = first + k < bias.pairs ? kvq_turn(bias, max(at[2*i + e], 0), first + k) : make_float2(0.0f, 0.0f);
+                        const int pair = chunk + 4*t + k;
+                        const float2 cs = pair < bias.pairs ? kvq_turn(bias, at, pair) : make_float2(0.0f, 0.0f);
                         r[e][k] = kvq_pack_half2(cs.x, cs.y);
-                        kvq_hold_loads<S>();
                     }
+                    kvq_hold_loads<S>();
                 }
                 kvq_mma_chunk(c[i], make_uint4(r[0][0], r[0][1], r[0][2], r[0][3]), make_uint4(r[1][0], r[1][1], r[1][2], r[1][3]), q);
             }
@@ -204,15 +236,10 @@ template <typename S> static __device__ __forceinline__ void kvq_add_bias(
     }
 #pragma unroll
     for (int i = 0; i < NI; ++i) {
-        if constexpr (NB == 1) {
-            p[0][2*i]     += c[i][0] + c[i][1];
-            p[0][2*i + 1] += c[i][2] + c[i][3];
-        } else {
 #pragma unroll
-            for (int n = 0; n < NB; ++n) {
-                p[n][2*i]     += c[i][n];
-                p[n][2*i + 1] += c[i][2 + n];
-            }
+        for (int n = 0; n < NB; ++n) {
+            p[n][2*i]     += c[i][n];
+            p[n][2*i + 1] += c[i][2 + n];
         }
     }
 }

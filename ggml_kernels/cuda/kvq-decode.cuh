@@ -318,7 +318,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     // behind the stages and their barriers: queries in f16, then those of the bias, its table and the warps' turns
     __half * q16   = (__half *) (ring + S::STAGES*stage_bytes + 64);
     float2 * z     = (float2 *) ((char *) q16 + (a.window.n > 0 ? heads*row_groups*S::query16_bytes : 0));
-    __half * table = (__half *) (z + heads*row_groups*S::ROWS*F::PAIRS);
+    uint4  * table = (uint4 *) (z + heads*row_groups*S::ROWS*F::PAIRS);
     float2 * turn  = (float2 *) ((char *) table + F::table_bytes) + warp*F::PAIRS;
 #ifdef KVQ_BULK_COPY
     const uint32_t full_s = ring_s + S::STAGES*stage_bytes;      // LINEAR: a barrier for every stage
@@ -399,11 +399,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
             }
         }
         if constexpr (BIAS) {
-            for (int i = tid; i < T*F::PAIRS; i += n_threads) {
-                const int offset = i/F::PAIRS, pair = i % F::PAIRS;
-                const float2 cs = pair < a.bias.pairs ? kvq_turn(a.bias, offset, pair) : make_float2(0.0f, 0.0f);
-                *(__half2 *) (table + offset*F::ROW + 2*pair) = __floats2half2_rn(cs.x, cs.y);
-            }
+            kvq_fill_bias_table<S>(a.bias, table, tid, n_threads);
         }
     };
     const int * pos_first = BIAS ? (const int *) (a.bias.pos + seq/a.bias.seqs*a.bias.nbp1) : nullptr;
@@ -592,7 +588,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         float p[NB][2*NI];
         kvq_window_logits<S>(p, a.window.k + seq*a.window.nbk3 + (head0 + h)*a.window.nbk2 + token*a.window.nbk1, a.window.nbk1, q16 + slot*(S::query16_bytes/2), g, t);
         if constexpr (BIAS) {
-            kvq_add_bias<S>(p, mk, a.bias, pos_first + a.n_kv + token, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
+            kvq_add_bias<S>(p, mk, masked, a.bias, pos_first + a.n_kv + token, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
         }
         softmax(p, mk, masked);
         kvq_window_outputs<VB, S>(o, p, a.window.v + seq*a.window.nbv3 + (head0 + h)*a.window.nbv2 + token*a.window.nbv1 + vp*S::v_blocks*S::NV*2, a.window.nbv1, g, t);
@@ -691,7 +687,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
             }
         }
         if constexpr (BIAS) {
-            kvq_add_bias<S>(p, mk, a.bias, pos_first + token - g, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
+            kvq_add_bias<S>(p, mk, masked, a.bias, pos_first + token - g, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
         }
         softmax(p, mk, masked);
 

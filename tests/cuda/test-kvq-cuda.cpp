@@ -525,7 +525,7 @@ static void check_biases(const bool quick) {
             }
         }
     }
-    for (const int d : { 64, 80, 96, 112, 128, 256 }) {
+    for (const int d : { 64, 80, 96, 112, 128, 192, 256, 512 }) {
         for (const int tokens : { 1, 3, 40 }) {
             B(P(3, 3, d, 2, 2, tokens, 2, 261), d,   64);
             B(P(OSCAR2, 2, d, 2, 3, tokens, 1, 261), d/2, 64);

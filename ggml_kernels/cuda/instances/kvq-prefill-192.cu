@@ -6,12 +6,14 @@ kvq_prefill_entry kvq_find_prefill_192(int dv, bool v_is_k, int index) {
         switch (index) {
             case 0: return kvq_prefill_make<192, 128, 128, 64, 128, 8, 1, 32>();
             case 1: return kvq_prefill_make<192, 128, 128, 64, 128, 4, 1, 16>();
+            case KVQ_PREFILL_BIAS: return kvq_prefill_make<192, 128, 128, 64, 128, 4, 1, 16, 192>();
         }
     }
     if (dv == 192 && !v_is_k) {
         switch (index) {
             case 0: return kvq_prefill_make<192, 192, 192, 64, 64, 8, 1, 32>();
             case 1: return kvq_prefill_make<192, 192, 192, 64, 64, 4, 1, 16>();
+            case KVQ_PREFILL_BIAS: return kvq_prefill_make<192, 192, 192, 64, 64, 4, 1, 16, 192>();
         }
     }
     return {};

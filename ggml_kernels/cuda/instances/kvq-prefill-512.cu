@@ -2,8 +2,11 @@
 #include "../kvq-prefill-shapes.cuh"
 
 kvq_prefill_entry kvq_find_prefill_512(int dv, bool v_is_k, int index) {
-    if (dv == 512 && !v_is_k && index == 0) {
-        return kvq_prefill_make<512, 512, 256, 128, 128, 4, 1, 16>();
+    if (dv == 512 && !v_is_k) {
+        switch (index) {
+            case 0: return kvq_prefill_make<512, 512, 256, 128, 128, 4, 1, 16>();
+            case KVQ_PREFILL_BIAS: return kvq_prefill_make<512, 512, 256, 128, 128, 2, 1, 16, 512>();
+        }
     }
     return {};
 }
