@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pykvq.native import library
 
 _CPU, _GPU, _INTEGRATED = 0, 1, 2            # enum ggml_backend_dev_type
+_BACKENDS = {"CPU": "cpu", "CUDA": "cuda", "Metal": "metal", "MTL": "metal", "Vulkan": "vulkan"}     # by the start of a device's name
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,11 @@ class Device:
     gpu: bool
     free: int
     total: int
+
+    @property
+    def backend(self) -> str | None:
+        """As pykvq.support names it; None for one without kernels of ours."""
+        return next((backend for start, backend in _BACKENDS.items() if self.name.startswith(start)), None)
 
 
 def devices() -> list[Device]:

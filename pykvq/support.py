@@ -14,6 +14,9 @@ UPSTREAM = {"f32": (0, 1, 4), "f16": (1, 1, 2), "bf16": (30, 1, 2), "q8_0": (8, 
 OURS = (*FAMILIES, *TIERED)
 KERNELS = {"cpu": frozenset(OURS), "cuda": frozenset(OURS), "metal": frozenset(), "vulkan": frozenset()}
 
+# Backends whose attention returns a key bias that the stored keys lack.
+KEY_BIAS_BACKENDS = frozenset({"cpu", "cuda"})
+
 IDS = {name: row[0] for name, row in UPSTREAM.items()} | {name: t.id for name, t in TYPES.items()}
 NAMES = {i: name for name, i in IDS.items()}
 VALID_NAMES = (*OURS, *UPSTREAM)            # what users type; the cache picks members such as turbo3_64 by itself

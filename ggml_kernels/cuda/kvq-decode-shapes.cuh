@@ -23,8 +23,8 @@ static kvq_decode_entry kvq_decode_make() {
     e.v_parts = VP;
     e.general[0] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS, 1>, false>();
     e.general[1] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS, 2>, false>();
-    // with a key bias: the head sizes of models that have one; others take the prefill kernel
-    if constexpr (DK == DV && DK <= 128) {
+    // with a key bias: the head sizes of most models that have one; others take the prefill kernel
+    if constexpr (DK == DV && (DK == 64 || DK == 128)) {
         e.general_bias[0] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS, 1>, false, true>();
         e.general_bias[1] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, 1, 2>, false, true>();
     }

@@ -14,13 +14,15 @@ from pykvq.calibration.rope import NEOX, NORMAL
 from pykvq.calibration.run import Statistics
 from pykvq.calibration.text import text_hash
 from pykvq.calibration.transform import Transform, layer_transform
+from pykvq.devices import devices
 from pykvq.formats import CODEBOOK
 from pykvq.gguf_file import GgufFile
 from pykvq.native import llama_commit
+from pykvq.support import KEY_BIAS_BACKENDS
 
 
 def cache_returns(kind: str, statistics: Statistics, model: Path) -> bool:
-    """Whether the cache, on the CPU, can store keys of this model without that bias and return it to the logit."""
+    """Whether the cache, on a device whose kernels can, stores keys of this model without that bias and returns it to the logit."""
     layers, files = statistics.moments.layers, [GgufFile(path) for path in splits(model)]
     architecture = files[0].get("general.architecture")
     if kind == "attn_k.bias":
@@ -33,9 +35,8 @@ def cache_returns(kind: str, statistics: Statistics, model: Path) -> bool:
 
 
 def best_key_bias(statistics: Statistics, model: Path) -> str:
-    """The most of "measured", "attn_k.bias" and "none" that the caches of this installation can return; those of a GPU cannot yet."""
-    import llama_cpp.llama_cpp as bindings
-    if bindings.llama_supports_gpu_offload():
+    """The most of "measured", "attn_k.bias" and "none" that the caches of this installation can return on each of its devices."""
+    if any(device.backend not in KEY_BIAS_BACKENDS for device in devices()):
         return "none"
     return next(kind for kind in ("measured", "attn_k.bias", "none") if cache_returns(kind, statistics, model))
 

@@ -24,7 +24,6 @@ from pykvq.support import KERNELS, VALID_NAMES, supports
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 BINDINGS = "0.3.36"                          # the llama-cpp-python whose bindings match the libraries
 PROGRAMS = ("llama-server", "llama-cli", "llama-bench", "llama-batched-bench", "llama-perplexity", "llama-quantize")
-BACKENDS = {"CPU": "cpu", "CUDA": "cuda", "Metal": "metal", "MTL": "metal", "Vulkan": "vulkan"}     # start of a ggml device's name
 ATTENTION_ERROR = {"turbo2": 0.6, "turbo3": 0.35, "turbo4": 0.2}    # relative logit error on random weights, twice the usual
 
 
@@ -110,8 +109,7 @@ def check_programs() -> Iterator[Check]:
 
 def check_backends() -> Iterator[Check]:
     """Flash attention over every family and block size, run on each device with a tiny random model."""
-    for device, description in ((d.name, d.description) for d in devices()):
-        backend = next((b for start, b in BACKENDS.items() if device.startswith(start)), None)
+    for device, description, backend in ((d.name, d.description, d.backend) for d in devices()):
         if backend is None:
             yield Check(WARN, f"attention {device}", f"{description}: no kernels for {', '.join(FAMILIES)}", "keep the cache on the CPU")
             continue

@@ -13,6 +13,7 @@ from pykvq.calibration.refusal import check_architecture
 from pykvq.calibration.rope import NEOX
 from pykvq.calibration.run import calibrate
 from pykvq.calibration.transform import key_transform
+from pykvq.devices import Device
 from pykvq.engine import quiet_log
 from pykvq.gguf_file import GgufFile
 from pykvq.gguf_header import Header
@@ -97,19 +98,18 @@ def test_a_key_bias_of_the_model_is_removed(tmp_path):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """gpu(True): an installation whose libraries know a GPU."""
-    return lambda there: monkeypatch.setattr("llama_cpp.llama_cpp.llama_supports_gpu_offload", lambda: there)
+def installed(monkeypatch):
+    """installed("CPU", "CUDA0"): an installation whose libraries know these devices."""
+    return lambda *names: monkeypatch.setattr("pykvq.calibration.build.devices", lambda: [Device(name, "", name != "CPU", 0, 0) for name in names])
 
 
 @pytest.mark.parametrize("architecture, bias", [("qwen2", 1.0), ("llama", 0.0)])
-def test_the_default_is_the_most_that_the_caches_of_the_installation_can_return(tmp_path, gpu, architecture, bias):
+def test_the_default_is_the_most_that_the_caches_of_the_installation_can_return(tmp_path, installed, architecture, bias):
     path = small(tmp_path / "m.gguf", architecture, heads=2, heads_kv=1, bias=bias)
     stats = calibrate(path, tokens=512, threads=1)
-    for there, chosen in ((False, "measured"), (True, "none")):
-        gpu(there)
+    for devices, chosen in ((["CPU", "CUDA0", "CUDA1"], "measured"), (["CPU", "Vulkan0"], "none"), (["CPU", "SYCL0"], "none"), (["CPU"], "measured")):
+        installed(*devices)
         assert build(stats, path).key_bias == chosen
-    gpu(False)
     layer = stats.moments.layers[1]
     for rope in (dataclasses.replace(layer.rope, base=5.0), dataclasses.replace(layer.rope, first=2)):     # one RoPE a cache, from the first value on
         layer.rope = rope
@@ -117,9 +117,9 @@ def test_the_default_is_the_most_that_the_caches_of_the_installation_can_return(
 
 
 @pytest.mark.parametrize("make", [architectures.sliding_window, architectures.hybrid])
-def test_caches_that_know_no_positions_get_no_measured_bias(tmp_path, gpu, make):
+def test_caches_that_know_no_positions_get_no_measured_bias(tmp_path, installed, make):
     path = make(tmp_path / "m.gguf")
-    gpu(False)
+    installed("CPU")
     assert build(calibrate(path, tokens=512, threads=1), path).key_bias == "none"
 
 

@@ -90,6 +90,21 @@ def test_calibrated_keys(engine, path, tmp_path, kv_type):
     assert close_to(engine, rows[1], rows[0]) < 1e-2
 
 
+@pytest.mark.parametrize("kv_type", ["turbo2", "turbo3", "turbo4"])
+@pytest.mark.parametrize("head_dim, heads, heads_kv", [(128, 32, 8), (128, 12, 2), (64, 14, 2)])
+def test_a_key_bias_is_returned_to_the_logit(engine, tmp_path, head_dim, heads, heads_kv, kv_type):
+    """Keys are stored without attn_k.bias on both devices, for the linear kernel and for the shapes of small Qwen2 models."""
+    from pykvq.tiny_model import write_tiny_model
+    biased = write_tiny_model(tmp_path / "biased.gguf", head_dim, heads=heads, heads_kv=heads_kv, layers=LAYERS, architecture="qwen2", key_bias=8)
+    rows = []
+    for layers in (0, 99):
+        with engine.Model(biased, gpu_layers=layers) as model:
+            with engine.Context(model, ROOM, kv_type) as context:
+                assert {layer.key_bias for layer in context.info().layers} == {"left out"}
+            rows.append(run(engine, model, kv_type))
+    assert close_to(engine, rows[1], rows[0]) < 1e-2
+
+
 @pytest.mark.parametrize("kv_type", TYPES)
 def test_cache_kept_on_the_host(engine, models, reference, kv_type):
     assert close_to(engine, run(engine, models[99], kv_type, offload=False), reference(kv_type)) < 2e-3
