@@ -35,6 +35,14 @@ static __device__ __forceinline__ void kvq_mma_chunk(float (&c)[4], const uint4 
     kvq_mma_f16(c, make_uint4(low.z, high.z, low.w, high.w), b.z, b.w);
 }
 
+// Asks for n rows of `bytes` each to be brought into the L2 cache.
+static __device__ __forceinline__ void kvq_prefetch_rows(const char * rows, const int64_t nb, const int n, const int bytes, const int lane) {
+    const int lines = (bytes + 127)/128;
+    for (int i = lane; i < n*lines; i += 32) {
+        asm volatile("prefetch.global.L2 [%0];" :: "l"(rows + i/lines*nb + i % lines*128));
+    }
+}
+
 // Logits of S::TILE rows of a window: p[n][j] of query row 4n + t and row 8j + g. k: the first row's slice, rows nb bytes
 // apart; q16: the warp's queries, f16 [ROWS][DK + 8], in the domain of the rows, times the logit scale.
 template <typename S> static __device__ __forceinline__ void kvq_window_logits(

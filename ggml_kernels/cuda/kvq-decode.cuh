@@ -408,6 +408,15 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     }
     kvq_pdl_wait();
     kvq_pdl_launch();
+    // this warp's part of K and V of a window tile
+    auto window_k = [&](const int token) { return a.window.k + seq*a.window.nbk3 + (head0 + h)*a.window.nbk2 + token*a.window.nbk1; };
+    auto window_v = [&](const int token) { return a.window.v + seq*a.window.nbv3 + (head0 + h)*a.window.nbv2 + token*a.window.nbv1 + vp*S::v_blocks*S::NV*2; };
+    const int first_window = window0*tile_tokens + sl*T;
+    if (window0 < window1 && first_window < a.window.n) {
+        // read without a stage in shared memory: on their way while the queries are turned
+        kvq_prefetch_rows(window_k(first_window), a.window.nbk1, T, 2*S::DK, lane);
+        kvq_prefetch_rows(window_v(first_window), a.window.nbv1, T, 2*S::v_blocks*S::NV, lane);
+    }
 #pragma unroll
     for (int s = 0; s < S::STAGES - 1; ++s) {
         fetch(tile0 + s);
@@ -582,16 +591,19 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
             }
         }
         bool masked;
-        if (hidden_tile(mk, masked)) {
+        if (MODE != KVQ_SHORT && hidden_tile(mk, masked)) {
             continue;
         }
         float p[NB][2*NI];
-        kvq_window_logits<S>(p, a.window.k + seq*a.window.nbk3 + (head0 + h)*a.window.nbk2 + token*a.window.nbk1, a.window.nbk1, q16 + slot*(S::query16_bytes/2), g, t);
+        kvq_window_logits<S>(p, window_k(token), a.window.nbk1, q16 + slot*(S::query16_bytes/2), g, t);
+        if (MODE == KVQ_SHORT && hidden_tile(mk, masked)) {
+            continue;       // the latency of the mask hides behind that of the keys
+        }
         if constexpr (BIAS) {
             kvq_add_bias<S>(p, mk, masked, a.bias, pos_first + a.n_kv + token, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
         }
         softmax(p, mk, masked);
-        kvq_window_outputs<VB, S>(o, p, a.window.v + seq*a.window.nbv3 + (head0 + h)*a.window.nbv2 + token*a.window.nbv1 + vp*S::v_blocks*S::NV*2, a.window.nbv1, g, t);
+        kvq_window_outputs<VB, S>(o, p, window_v(token), a.window.nbv1, g, t);
     }
 
     for (int tile = tile0; tile < tile1; ++tile) {
