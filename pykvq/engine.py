@@ -42,7 +42,7 @@ class Model:
         """The weights of a llama_cpp.Llama, which goes on owning them."""
         model = cls.__new__(cls)
         model.header, model.gpu_layers = read_header(llama.model_path), llama.model_params.n_gpu_layers
-        model.handle, model._owner = llama.model, llama
+        model.handle, model.no_alloc, model._owner = llama.model, False, llama
         model._take_vocabulary()
         return model
 

@@ -14,7 +14,8 @@ lies inside it, the adversarial category 5 left out. A budget is the history div
   epicache   one cache per episode, at most two of them read for a question
 
 "log p" is the mean log-likelihood of a reference answer's tokens, F1 that of the words of a greedy answer of at most 24 tokens. "first token" is the
-median time from a question to its first logits, with the load of the cache; "build" the time to make the caches. Every row is one JSON line.
+median time from a question to its first logits, with the load of the cache; "build" the time to make the caches. A row is one JSON line, for each
+conversation.
 """
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +112,8 @@ def score(context: Context, talk: Talk, prepare: Callable[[str], int]) -> dict:
             logits = context.decode([token], start + len(suffix) + len(answer) - 1)[-1]
         f1s.append(f1(context.model.text(answer), reference))
         context.remove(0, start)
-    return {"log_p": float(np.mean(likelihoods)), "f1": float(np.mean(f1s)), "first_token_s": statistics.median(times), "questions": len(times)}
+    return {"log_p": float(np.mean(likelihoods)), "f1": float(np.mean(f1s)), "first_token_s": statistics.median(times), "questions": len(times),
+            "log_p_each": [round(x, 3) for x in likelihoods]}
 
 
 def bytes_of(context: Context, cells: int) -> int:
@@ -160,8 +163,8 @@ def run_retrieval(model, talk, budget, args, kv_type):
 
 def run_epicache(model, talk, budget, args, kv_type, episodes=None):
     name, encode = encoder(args.encoder, model)
-    block = max(32, budget // 2)
-    settings = Settings(prompt=min(256, block), episodes=episodes, per_question=args.per_question)
+    block = args.block or max(32, budget // 2)
+    settings = Settings(prompt=args.prompt, episodes=episodes)
     layers = None
     if args.layer_budget:
         sample = talk.history[:min(len(talk.history), 2048)]
@@ -181,9 +184,13 @@ def run_epicache(model, talk, budget, args, kv_type, episodes=None):
         def prepare(question: str) -> int:
             builder.restore(keeper.recall(memory, *keeper.match(memory, question), end).state)
             return end
-        peak = bytes_of(context, cells + block + settings.prompt)
-        return {**score(context, talk, prepare), "build_s": built, "build_tokens": sum(ran), "peak_bytes": peak, "episodes": len(memory.episodes),
-                "stored_bytes": memory.bytes, "shared": shared, "encoder": name, "layers": [min(layers), max(layers)] if layers else None}
+        rows = []
+        for n in args.per_question[:len(memory.episodes)]:
+            keeper.settings = replace(settings, per_question=n)
+            rows.append({**score(context, talk, prepare), "build_s": built, "build_tokens": sum(ran), "episodes": len(memory.episodes), "per_question": n,
+                         "peak_bytes": bytes_of(context, cells + block + settings.prompt), "stored_bytes": memory.bytes, "shared": shared,
+                         "encoder": name, "prompt": args.prompt, "block": block, "layers": [min(layers), max(layers)] if layers else None})
+        return rows
 
 
 RUN = {"full": run_full, "window": run_window, "retrieval": run_retrieval, "epicache": lambda *a: run_epicache(*a, episodes=a[3].episodes),
@@ -201,7 +208,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", choices=list(RUN), default=list(RUN))
     parser.add_argument("--kv-type", nargs="*", default=["f16"], dest="kv_types")
     parser.add_argument("--episodes", type=int, help="default: chosen")
-    parser.add_argument("--per-question", type=int, default=2)
+    parser.add_argument("--per-question", type=int, nargs="*", default=[2], help="episodes that a question may read; a row for each number")
+    parser.add_argument("--prompt", type=int, default=256, help="most tokens of an episode's prompt")
+    parser.add_argument("--block", type=int, help="tokens between two evictions; default: half the budget")
     parser.add_argument("--encoder", default="auto")
     parser.add_argument("--layer-budget", choices=["code", "paper"])
     parser.add_argument("--shared", action="store_true", help="all layers and heads keep the same tokens")
@@ -213,14 +222,14 @@ def main() -> None:
         talks = [Talk(model, sample, args.tokens, args.questions) for sample in json.loads(args.data.read_text())[:args.conversations]]
         for kv_type in args.kv_types:
             for fraction, method in [(1, "full")] * ("full" in args.methods) + [(f, m) for f in args.fractions for m in args.methods if m != "full"]:
-                rows = [RUN[method](model, talk, len(talk.history) // fraction, args, kv_type) for talk in talks]
-                mean = {key: float(np.mean([row[key] for row in rows])) if isinstance(value, (int, float)) else value for key, value in rows[0].items()}
-                line = json.dumps({"method": method, "fraction": fraction, "kv_type": kv_type, "history": int(np.mean([len(t.history) for t in talks])), **mean,
-                                   "questions": sum(row["questions"] for row in rows), "options": [args.episodes, args.layer_budget, args.shared, args.per_question]})
-                print(line, flush=True)
-                if args.output:
-                    with args.output.open("a") as f:
-                        f.write(line + "\n")
+                for talk in talks:
+                    found = RUN[method](model, talk, len(talk.history) // fraction, args, kv_type)
+                    for row in found if isinstance(found, list) else [found]:
+                        line = json.dumps({"method": method, "fraction": fraction, "kv_type": kv_type, "history": len(talk.history), **row})
+                        print(line, flush=True)
+                        if args.output:
+                            with args.output.open("a") as f:
+                                f.write(line + "\n")
 
 
 if __name__ == "__main__":

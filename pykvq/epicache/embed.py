@@ -66,8 +66,8 @@ class GgufEncoder:
         self.llama = Llama(str(path), embedding=True, n_ctx=512, verbose=False)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Float32 [texts, d]."""
-        return np.array([self.llama.embed(text, truncate=True) for text in texts], np.float32)
+        """Float32 [texts, d]; the mean over tokens for a model that does not pool."""
+        return np.stack([np.atleast_2d(np.array(self.llama.embed(text or " ", truncate=True), np.float32)).mean(0) for text in texts])
 
 
 def minilm_folder() -> Path | None:

@@ -148,7 +148,7 @@ def test_quantised_types(grown):
 def test_weights_of_a_llama(talker):
     from conftest import OPTIONS
     from llama_cpp import Llama
-    from pykvq.epicache.chat import EpiCache
+    from pykvq.epicache import EpiCache
     llama = Llama(str(talker), n_ctx=256, kv_type="turbo4", verbose=False)
     with EpiCache(llama, **OPTIONS) as epicache:
         assert epicache.context.kv_type == ("turbo4", "turbo4")
@@ -159,6 +159,6 @@ def test_weights_of_a_llama(talker):
 
 def test_a_hybrid_is_refused(tmp_path):
     import architectures
-    from pykvq.epicache.chat import EpiCache
+    from pykvq.epicache import EpiCache
     with pytest.raises(ValueError, match="more bytes"):
         EpiCache(architectures.hybrid(tmp_path / "hybrid.gguf"), budget=200)
