@@ -14,6 +14,7 @@ from pykvq.cli.doctor import doctor
 from pykvq.cli.embed import embed_rotations
 from pykvq.cli.epicache import epicache
 from pykvq.cli.errors import explain
+from pykvq.cli.eval import evaluate
 from pykvq.cli.inspect import inspect
 from pykvq.cli.plan import plan
 from pykvq.cli.serve import serve
@@ -73,5 +74,5 @@ def main() -> None:
     """
 
 
-for command in (types, doctor, plan, bench, chat, compare, calibrate, embed_rotations, inspect, serve, epicache, completion):
+for command in (types, doctor, plan, bench, evaluate, chat, compare, calibrate, embed_rotations, inspect, serve, epicache, completion):
     main.add_command(command)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import shapes
+from allocation import allocated
 from click.testing import CliRunner
 
 from pykvq.cli import main
@@ -17,17 +18,6 @@ TYPES = ("f16", "q4_0", "turbo4", "turbo3", "turbo2")
 @pytest.fixture(scope="module", params=shapes.ARCHITECTURES)
 def path(request, tmp_path_factory):
     return shapes.write(tmp_path_factory.mktemp("shape") / "m.gguf", *shapes.ARCHITECTURES[request.param])
-
-
-def allocated(model, kv_type, setup, run=False):
-    """Bytes of cache, state and compute that a real context holds; `run`: after a full micro-batch and a few single tokens."""
-    n = setup.parallel
-    with Context(model, setup.context, kv_type, n_seq=n, n_batch=setup.ubatch, swa_full=setup.swa_full, n_outputs=n, threads=2) as context:
-        if run:
-            context.decode_batch([(i % 256, i // n, i % n, i >= setup.ubatch - n) for i in range(setup.ubatch)])
-            context.decode_batch([(0, setup.ubatch // n, s, True) for s in range(n)])
-        kv = context.info().bytes
-        return kv, sum(b.context for b in context.memory_info()) - kv, sum(b.compute for b in context.memory_info())
 
 
 def test_plan_is_what_is_allocated(path):
