@@ -313,6 +313,9 @@ int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
     if (graph->nodes[i] != kvq_after_write.attention && !ggml_op_is_empty(graph->nodes[i]->op)) {
         kvq_after_write = {};
     }
+    if (const int n_done = kvq_cuda_transform(ctx, graph, i)) {
+        return n_done;
+    }
     // writes in a row, with views between them
     const ggml_tensor * writes[KVQ_ROWS_TOGETHER];
     int n = 0, last = i, next = i;

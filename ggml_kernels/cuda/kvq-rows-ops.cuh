@@ -15,3 +15,6 @@ void kvq_cuda_set_rows_together(ggml_backend_cuda_context & ctx, const ggml_tens
 void kvq_cuda_get_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 // float to cache type, cache type to float, or between two tensors of one cache type
 void kvq_cuda_copy(ggml_backend_cuda_context & ctx, const ggml_tensor * src, ggml_tensor * dst);
+// Node i and later ones, when they are the calibrated transforms of a layer for a small batch, in one launch: the number of nodes
+// after i that are done, 0 for none.
+int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, int i);

@@ -11,6 +11,10 @@
 extern "C" {
 #endif
 
+// Product of a calibrated matrix with keys or queries: op_params[KVQ_PRODUCT_PARAM] of a MUL_MAT, so that a backend can run those
+// of a layer together. Without a mark it is a product like any other.
+enum { KVQ_PRODUCT_PARAM = 15, KVQ_PRODUCT_KEYS = 1, KVQ_PRODUCT_QUERIES = 2 };
+
 // ---- formats (ggml-base) ----
 
 // true for turbo2, turbo3, turbo4 and oscar2 of every block size
@@ -95,6 +99,11 @@ struct ggml_compute_params;
 bool   kvq_cpu_owns_flash_attn(const struct ggml_tensor * dst);
 size_t kvq_cpu_flash_attn_work_size(const struct ggml_tensor * dst, int n_threads);
 void   kvq_cpu_flash_attn(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+
+// This thread's share of node i and later ones, when they are the calibrated transforms of a layer for a small batch: the number of
+// nodes after i that are done, 0 for none.
+struct ggml_cgraph;
+int    kvq_cpu_transform(const struct ggml_compute_params * params, const struct ggml_cgraph * graph, int i);
 
 // ---- trait tables: designated initialisers for type_traits[] and type_traits_cpu[] ----
 

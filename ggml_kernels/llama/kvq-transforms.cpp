@@ -185,8 +185,11 @@ static void upload_matrices(const kvq_layer & t, const kvq_layer_data & data, gg
     if (bad >= 0) {
         throw std::runtime_error(metadata.complaint(format("kvq.blk.%u.k.basis", il), format("the matrix of KV head %d has no inverse", (int) bad)));
     }
-    ggml_backend_tensor_set(t.k_in, k_in.data(), 0, ggml_nbytes(t.k_in));
-    ggml_backend_tensor_set(t.q_in, q_in.data(), 0, ggml_nbytes(t.q_in));
+    std::vector<ggml_fp16_t> half(k_in.size());
+    for (const auto & [tensor, values] : { std::pair(t.k_in, &k_in), std::pair(t.q_in, &q_in) }) {
+        ggml_fp32_to_fp16_row(values->data(), half.data(), half.size());
+        ggml_backend_tensor_set(tensor, half.data(), 0, ggml_nbytes(tensor));
+    }
 }
 
 void llama_kv_cache::kvq_load() {
@@ -282,8 +285,8 @@ void llama_kv_cache::kvq_load() {
         }
         if (calibrated && !data[i].k_basis.empty()) {
             const bool seen = shift_is_seen(model, il);
-            t.k_in = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
-            t.q_in = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, d, d, n_head);
+            t.k_in = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, d, d, n_head);
+            t.q_in = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, d, d, n_head);
             t.mean = seen ? nullptr : ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
             t.hash = data[i].hash;
         } else if (tiered) {
@@ -344,9 +347,16 @@ void llama_kv_cache::kvq_load() {
 
 // ---- graph ----
 
+static ggml_tensor * product(ggml_context * ctx, ggml_tensor * matrices, ggml_tensor * x, int mark) {
+    ggml_tensor * y = ggml_mul_mat(ctx, matrices, x);
+    ggml_prec_set_acc(y, GGML_PREC_F32);
+    y->op_params[KVQ_PRODUCT_PARAM] = mark;
+    return y;
+}
+
 // x [d, n_head, n] by the matrix of its KV head, as [d, n, n_head]
-static ggml_tensor * per_head(ggml_context * ctx, ggml_tensor * matrices, ggml_tensor * x) {
-    return ggml_mul_mat(ctx, matrices, ggml_permute(ctx, x, 0, 2, 1, 3));
+static ggml_tensor * per_head(ggml_context * ctx, ggml_tensor * matrices, ggml_tensor * x, int mark = 0) {
+    return product(ctx, matrices, ggml_permute(ctx, x, 0, 2, 1, 3), mark);
 }
 
 // [d, n, n_head] to contiguous [d, n_head, n]
@@ -357,18 +367,28 @@ static ggml_tensor * token_major(ggml_context * ctx, ggml_tensor * x) {
     return ggml_cont(ctx, ggml_permute(ctx, x, 0, 2, 1, 3));
 }
 
-// x [d, n_head, n] to the same shape; of one token, the query heads of a KV head are columns of one product
-static ggml_tensor * transformed_queries(ggml_context * ctx, const kvq_layer & t, ggml_tensor * q) {
+// The products of a layer stand side by side in the graph, and nothing that they read is overwritten before the last of them:
+// further sources, which a product does not look at, say so.
+static void after(ggml_tensor * x, ggml_tensor * k, ggml_tensor * transformed_k) {
+    x->src[2] = transformed_k;
+    x->src[3] = k;
+}
+
+// x [d, n_head, n] to the same shape; of one token, the query heads of a KV head are columns of one product. k: the keys, null
+// where the layer has none of its own.
+static ggml_tensor * transformed_queries(ggml_context * ctx, const kvq_layer & t, ggml_tensor * q, ggml_tensor * k, ggml_tensor * transformed_k) {
     const int64_t d = q->ne[0], n_head = q->ne[1], n_head_kv = t.q_in->ne[2];
-    if (q->ne[2] == 1 && ggml_is_contiguous(q)) {
-        ggml_tensor * x = ggml_mul_mat(ctx, t.q_in, ggml_reshape_3d(ctx, q, d, n_head/n_head_kv, n_head_kv));
-        return ggml_reshape_3d(ctx, x, d, n_head, 1);
+    const bool columns = q->ne[2] == 1 && ggml_is_contiguous(q);
+    ggml_tensor * x = columns ? product(ctx, t.q_in, ggml_reshape_3d(ctx, q, d, n_head/n_head_kv, n_head_kv), KVQ_PRODUCT_QUERIES)
+                              : per_head(ctx, t.q_in, q, KVQ_PRODUCT_QUERIES);
+    if (k) {
+        after(x, k, transformed_k);
     }
-    return ggml_permute(ctx, per_head(ctx, t.q_in, q), 0, 2, 1, 3);
+    return columns ? ggml_reshape_3d(ctx, x, d, n_head, 1) : ggml_permute(ctx, x, 0, 2, 1, 3);
 }
 
 static ggml_tensor * transformed_keys(ggml_context * ctx, const kvq_layer & t, ggml_tensor * k) {
-    return token_major(ctx, per_head(ctx, t.k_in, t.mean ? ggml_sub(ctx, k, t.mean) : k));
+    return token_major(ctx, per_head(ctx, t.k_in, t.mean ? ggml_sub(ctx, k, t.mean) : k, KVQ_PRODUCT_KEYS));
 }
 
 kvq_key_bias llama_kv_cache::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor * pos, int32_t il) const {
@@ -383,12 +403,13 @@ kvq_key_bias llama_kv_cache::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggm
         }
     }
     if (t.k_in) {
-        q = transformed_queries(ctx, t, q);
-        ggml_format_name(q, "kvq_q-%d", il);
+        ggml_tensor * plain = k;
         if (k) {
             k = transformed_keys(ctx, t, k);
             ggml_format_name(k, "kvq_k-%d", il);
         }
+        q = transformed_queries(ctx, t, q, plain, k);
+        ggml_format_name(q, "kvq_q-%d", il);
     }
     return bias;
 }

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-// One cached layer; tensors are f32, on the device of its cache. Null: not done.
+// One cached layer; matrices are f16, the rest f32, on the device of its cache. Null: not done.
 struct kvq_layer {
     ggml_tensor * mean = nullptr;   // [d, n_head_kv]; null too where softmax would see the constant
     ggml_tensor * k_in = nullptr;   // [d, d, n_head_kv], row j of a head: column j of F~

@@ -410,6 +410,65 @@ static void check_write_and_attention(const attention & p) {
     report(e < (p.n_window ? 2e-3 : 1e-3), s + text(p));
 }
 
+// Calibrated transforms as libllama builds them: keys minus a mean times a matrix, queries times another.
+struct transform {
+    int d, heads_kv, gqa, tokens;
+    bool mean, marked;
+};
+
+struct transform_data { bytes q, k, mean, q_in, k_in; };
+
+static transform_data make_data(const transform & p) {
+    return { gaussian(size_t(p.d)*p.heads_kv*p.gqa*p.tokens, 2.0f), gaussian(size_t(p.d)*p.heads_kv*p.tokens, 2.0f), gaussian(size_t(p.d)*p.heads_kv, 1.0f),
+        cache_data(GGML_TYPE_F16, p.d, int64_t(p.d)*p.heads_kv), cache_data(GGML_TYPE_F16, p.d, int64_t(p.d)*p.heads_kv) };
+}
+
+// returns the queries; *keys are the keys
+static ggml_tensor * build_transform(const transform & p, const transform_data & d, graph_build & b, ggml_tensor ** keys) {
+    const int64_t n = p.d, heads = p.heads_kv;
+    auto product = [&](const bytes & matrix, ggml_tensor * x, const int mark) {
+        ggml_tensor * y = ggml_mul_mat(b.ctx, b.input(GGML_TYPE_F16, { n, n, heads }, matrix), x);
+        ggml_prec_set_acc(y, GGML_PREC_F32);
+        y->op_params[KVQ_PRODUCT_PARAM] = p.marked ? mark : 0;
+        return y;
+    };
+    ggml_tensor * k = b.input(GGML_TYPE_F32, { n, heads, p.tokens }, d.k), * q = b.input(GGML_TYPE_F32, { n, heads*p.gqa, p.tokens }, d.q);
+    ggml_tensor * centred = p.mean ? ggml_sub(b.ctx, k, b.input(GGML_TYPE_F32, { n, heads }, d.mean)) : k;
+    ggml_tensor * kt = product(d.k_in, ggml_permute(b.ctx, centred, 0, 2, 1, 3), KVQ_PRODUCT_KEYS);
+    kt = p.tokens == 1 || heads == 1 ? ggml_reshape_3d(b.ctx, kt, n, heads, p.tokens) : ggml_cont(b.ctx, ggml_permute(b.ctx, kt, 0, 2, 1, 3));
+    ggml_build_forward_expand(b.graph, kt);
+    *keys = kt;
+    return product(d.q_in, p.tokens == 1 ? ggml_reshape_3d(b.ctx, q, n, p.gqa, heads) : ggml_permute(b.ctx, q, 0, 2, 1, 3), KVQ_PRODUCT_QUERIES);
+}
+
+static void check_transform(const transform & p) {
+    const transform_data d = make_data(p);
+    for (const bool of_keys : { true, false }) {
+        auto build = [&](graph_build & b, ggml_tensor ** watch) {
+            ggml_tensor * keys = nullptr, * q = build_transform(p, d, b, &keys);
+            *watch = of_keys ? keys : q;
+            return q;
+        };
+        const double e = relative_error(compute(gpu, build), compute(cpu, build));
+        char s[160];
+        snprintf(s, sizeof(s), "error %.2e: transformed %s d %d kv heads %d gqa %d tokens %d%s", e, of_keys ? "keys" : "queries", p.d, p.heads_kv, p.gqa, p.tokens,
+            p.mean ? " mean" : "");
+        report(e < 1e-3, s);      // the CPU rounds what it multiplies with f16 to f16
+    }
+}
+
+static void check_transforms(const bool quick) {
+    for (const int d : { 128, 64, 80, 256 }) {
+        for (const int tokens : { 1, 2, 8 }) {
+            check_transform({ d, 8, 4, tokens, true, true });
+            if (!quick) {
+                check_transform({ d, 1, 3, tokens, true, true });
+                check_transform({ d, 3, 1, tokens, false, true });
+            }
+        }
+    }
+}
+
 static const int OSCAR2 = 5;       // in place of bits
 
 static ggml_type member(const int bits, const int d) {
@@ -544,6 +603,7 @@ static void check_biases(const bool quick) {
 }
 
 static void check_all(const bool quick) {
+    check_transforms(quick);
     if (quick) {
         check_rows(member(3, 128));
         check_rows(member(2, 80));
@@ -682,7 +742,7 @@ static void check_all(const bool quick) {
 // ---- timing ----
 
 static double seconds_of(const ggml_backend_t backend, const std::function<ggml_tensor * (graph_build &, int)> & build, const int copies, const int repeats) {
-    ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*2048 + ggml_graph_overhead_custom(4096, false), nullptr, true });
+    ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*4096 + ggml_graph_overhead_custom(4096, false), nullptr, true });
     ggml_cgraph * graph = ggml_new_graph_custom(ctx, 4096, false);
     graph_build b = { ctx, {}, graph };
     for (int i = 0; i < copies; ++i) {
@@ -750,6 +810,21 @@ static void time_bandwidth() {
     }
 }
 
+// the products of a layer in one launch, and one by one
+static void time_transforms() {
+    for (const int tokens : { 1, 2, 8 }) {
+        for (const bool marked : { false, true }) {
+            const transform p = { 128, 8, 4, tokens, true, marked };
+            const transform_data d = make_data(p);
+            const double s = seconds_of(gpu, [&](graph_build & b, int) {
+                ggml_tensor * keys;
+                return build_transform(p, d, b, &keys);
+            }, 64, 15);
+            printf("transforms of 8 KV heads of 128, 32 query heads, tokens %d, %s: %6.2f us\n", tokens, marked ? "one launch" : "one by one", s*1e6);
+        }
+    }
+}
+
 // what an f16 window of 64 + 256 rows and a key bias add
 static void time_parts() {
     const double rate = time_copy();
@@ -771,6 +846,7 @@ static void time_parts() {
 
 static void time_all() {
     const double rate = time_copy();
+    time_transforms();
     const ggml_type types[] = { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 };
     for (const int n_kv : { 256, 4096, 32768, 131072 }) {
         for (const ggml_type t : types) {

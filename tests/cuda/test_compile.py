@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on PATH")
 
 # ptxas runs on one kernel of each kind; the other instances are the same templates with other numbers
 ASSEMBLED = ["instances/kvq-prefill-128.cu", "instances/kvq-decode-34.cu", "kvq-kernels.cu"]
-WITH_GGML = ["kvq-rows.cu", "kvq-cuda.cu"]
+WITH_GGML = ["kvq-rows.cu", "kvq-transform.cu", "kvq-cuda.cu"]
 INSTANCES = sorted(f"instances/{p.name}" for p in (KERNELS / "instances").glob("*.cu"))
 
 

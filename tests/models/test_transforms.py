@@ -69,6 +69,19 @@ def test_group_ratios(calibrated, floats, heads, heads_kv):
     assert relative(*both(calibrated(64, heads, heads_kv), prefill_and_decode)) < EXACT
 
 
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_batches_around_the_limit_of_the_fused_kernels(calibrated, floats, heads_kv):
+    """One to eight tokens are transformed as one operation, more as products."""
+    floats("turbo3")
+
+    def run(context):
+        sizes, rows = [1, 2, 3, 8, 9, 5], []
+        for i, n in enumerate(sizes):
+            rows.append(context.decode(TOKENS[sum(sizes[:i]):sum(sizes[:i + 1])], sum(sizes[:i]), logits="all"))
+        return np.concatenate(rows)
+    assert relative(*both(calibrated(heads_kv=heads_kv), run)) < EXACT
+
+
 @pytest.mark.parametrize("make, layers", [(sliding_window, range(6)), (hybrid, (1, 3)), (lambda path: hybrid(path, window=32), (1, 3)),
                                           (soft_capped, range(2))], ids=["window", "hybrid", "hybrid window", "soft cap"])
 def test_other_caches(tmp_path, floats, make, layers):

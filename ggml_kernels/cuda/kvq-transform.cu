@@ -1,0 +1,72 @@
+// Calibrated transforms of the keys and queries of a few tokens, those of one layer in one launch.
+#include "common.cuh"
+#include "kvq-fattn.cuh"
+#include "kvq-rows-ops.cuh"
+#include "kvq-transform.h"
+
+constexpr int KVQ_TRANSFORM_WARPS = 8;
+constexpr int KVQ_TRANSFORM_ROWS  = 2;     // matrix rows of a warp
+
+// NV: vectors of 4 values that a lane holds of a row. Blocks: KV head and rows of its matrix; keys, queries.
+template <int NV>
+static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(const __grid_constant__ kvq_transform_args a) {
+    const kvq_transform_part & p = a.part[blockIdx.y];
+    const int groups = gridDim.x/a.n_head_kv, head = blockIdx.x/groups, lane = threadIdx.x;
+    const int row = ((blockIdx.x - head*groups)*KVQ_TRANSFORM_WARPS + threadIdx.y)*KVQ_TRANSFORM_ROWS;
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 mean[NV];
+    half2 m[KVQ_TRANSFORM_ROWS][NV][2];
+    // matrices and means are constants: they are asked for while the kernels before this one still run
+#pragma unroll
+    for (int v = 0; v < NV; ++v) {
+        const int at = 4*(v*32 + lane);
+        mean[v] = p.mean && at < a.d ? *(const float4 *) (p.mean + head*a.d + at) : zero;
+#pragma unroll
+        for (int r = 0; r < KVQ_TRANSFORM_ROWS; ++r) {
+            const uint2 bits = row + r < a.d && at < a.d ? *(const uint2 *) (p.matrix + (int64_t(head)*a.d + row + r)*a.d + at) : make_uint2(0, 0);
+            m[r][v][0] = *(const half2 *) &bits.x;
+            m[r][v][1] = *(const half2 *) &bits.y;
+        }
+    }
+    kvq_pdl_wait();
+    kvq_pdl_launch();
+    for (int j = 0; j < p.n2; ++j) {
+#pragma unroll 4
+        for (int i = 0; i < p.n1; ++i) {
+            const char * x = p.x + i*p.nbx1 + (head*p.n2 + j)*p.nbx2;
+            float sum[KVQ_TRANSFORM_ROWS] = {};
+#pragma unroll
+            for (int v = 0; v < NV; ++v) {
+                const int at = 4*(v*32 + lane);
+                const float4 xv = at < a.d ? *(const float4 *) (x + at*sizeof(float)) : zero;
+#pragma unroll
+                for (int r = 0; r < KVQ_TRANSFORM_ROWS; ++r) {
+                    const float2 lo = __half22float2(m[r][v][0]), hi = __half22float2(m[r][v][1]);
+                    sum[r] += (xv.x - mean[v].x)*lo.x + (xv.y - mean[v].y)*lo.y + (xv.z - mean[v].z)*hi.x + (xv.w - mean[v].w)*hi.y;
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < KVQ_TRANSFORM_ROWS; ++r) {
+                sum[r] = warp_reduce_sum(sum[r]);
+                if (lane == r && row + r < a.d) {
+                    p.y[row + r + i*p.sy1 + (head*p.n2 + j)*p.sy2] = sum[r];
+                }
+            }
+        }
+    }
+}
+
+int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
+    kvq_transform_args a;
+    const int n_done = kvq_find_transform(graph, i, a);
+    if (n_done) {
+        constexpr int rows = KVQ_TRANSFORM_WARPS*KVQ_TRANSFORM_ROWS;
+        const ggml_cuda_kernel_launch_params launch(dim3(unsigned(a.n_head_kv*((a.d + rows - 1)/rows)), 2, 1), dim3(32, KVQ_TRANSFORM_WARPS, 1), size_t(0), ctx.stream());
+        switch ((a.d + 127)/128) {
+            case 1:  ggml_cuda_kernel_launch(kvq_transform<1>, launch, a); break;
+            case 2:  ggml_cuda_kernel_launch(kvq_transform<2>, launch, a); break;
+            default: ggml_cuda_kernel_launch(kvq_transform<4>, launch, a); break;
+        }
+    }
+    return n_done;
+}
