@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import sys
 import time
@@ -25,21 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import llama_cpp.llama_cpp as native                 # noqa: E402
-
 from pykvq.deep_state import fill_from_prefix        # noqa: E402
-from pykvq.engine import Context, Model              # noqa: E402
-from pykvq.llama_glue import record                  # noqa: E402
-
-_buffers: dict[str, float] = {}                      # compute buffers of the last context, MiB
-
-
-@native.llama_log_callback
-def _log(level, text, _):
-    record(level, text)
-    found = re.search(rb"(\S+) compute buffer size = +([\d.]+) MiB", text)
-    if found:
-        _buffers[found[1].decode()] = float(found[2])
+from pykvq.engine import Context, Model, quiet_log   # noqa: E402
 
 
 def median_seconds(context: Context, work: Callable[[], None], depth: int, repeats: int) -> float:
@@ -60,14 +46,14 @@ def measure(model: Model, kv_type: str, depth: int, a: argparse.Namespace) -> di
     row = {"type": kv_type, "depth": depth, "streams": a.streams}
     room = (depth + max(a.tokens, a.prefill) + 255) // 256 * 256
     tokens = np.random.default_rng(1).integers(0, model.n_vocab, max(a.prefix, a.prefill, a.tokens * a.streams)).tolist()
-    _buffers.clear()
     try:
         context = Context(model, room * a.streams, tuple(kv_type.split(",")) if "," in kv_type else kv_type, n_seq=max(2, a.streams),
                           unified=a.streams == 1, n_batch=a.batch, n_ubatch=a.ubatch, threads=a.threads, kvq=a.kvq)
     except (MemoryError, ValueError) as error:
         return row | {"refused": str(error)}
     with context:
-        row |= {"kv_bytes": context.info().bytes, "types": [list(pair) for pair in context.info().types], "compute_mib": dict(_buffers)}
+        row |= {"kv_bytes": context.info().bytes, "types": [list(pair) for pair in context.info().types],
+                "compute_mib": {b.device: b.compute / 2**20 for b in context.memory_info() if b.compute}}
         start = time.perf_counter()
         fill_from_prefix(context, tokens[:a.prefix], depth, a.streams)
         context.wait()
@@ -118,7 +104,7 @@ def main() -> None:
     ap.add_argument("--kvq", default="auto", choices=["auto", "off"])
     ap.add_argument("--json", help="file for the rows, with what was not rounded")
     a = ap.parse_args()
-    native.llama_log_set(_log, None)
+    quiet_log()
     rows: list[dict] = []
     with Model(a.model, a.gpu_layers) as model:
         print(f"{model.header.name}, {platform.machine()}, {a.gpu_layers} layers on the GPU, {a.streams} stream(s), "
