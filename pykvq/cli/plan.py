@@ -118,6 +118,6 @@ def _lines(row: dict, trained: int, speed: float | None):
     reach = f"up to {context} tokens" + (" (trained)" if context >= trained else "") if context else "no context fits"
     state = f" and {mebibytes(row['state'])} of state" if row["state"] else ""
     yield row["type"], "weights", mebibytes(row["weights"]), f"total {mebibytes(row['total'])}, {'fits' if row['fits'] else 'does not fit'}"
-    yield "", "KV cache", mebibytes(row["kv"]), f"{row['kv_f16'] / max(row['kv'], 1):.2f}x smaller{state}; {reach}"
+    yield "", "KV cache", mebibytes(row["kv"]), (f"{row['kv_f16'] / row['kv']:.2f}x smaller" if row["kv"] else "none") + f"{state}; {reach}"
     yield "", "compute", mebibytes(row["compute"]), (f"at most {row['tokens_per_second_at_most']:.0f} tokens/s" if speed
                                                      else f"{row['bytes_to_f16']:.2f} of f16's bytes a token")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import llama_cpp.llama_cpp as native
 import numpy as np
 
 import pykvq
@@ -57,9 +58,15 @@ def configurations(kv_types: Sequence[tuple[str, str]], parts: bool) -> list[tup
 
 
 class Evaluation:
-    """Pieces of one model, text and setup. Raises ValueError, when run, for texts that are too short."""
+    """Pieces of one model, text and setup. Raises ValueError for a model without a cache, a tokenizer or a decoder of its own, and, when
+    run, for texts that are too short."""
 
     def __init__(self, model: Model, setup: Setup, *, text: Path | None = None, threads: int | None = None, folder: Path | None = None):
+        if not model.header.heads_kv:
+            raise ValueError(f"{model.header.name} keeps no KV cache, so there is nothing to compare")
+        if native.llama_model_has_encoder(model.handle):
+            raise ValueError(f"{model.header.name} has an encoder; pykvq eval judges models that continue a text")
+        model.tokenize("")                       # retrieval needs a tokenizer: said now, not after the other pieces
         self.model, self.setup, self.text, self.threads = model, setup, text, threads
         self.source = f"text {text.name}" if text else f"own samples, temperature 1, seed {_SEED}"
         content = text_hash(np.frombuffer(text.read_bytes(), np.uint8)) if text else self.source

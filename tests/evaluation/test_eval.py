@@ -4,12 +4,14 @@ import json
 import architectures
 import numpy as np
 import pytest
+import shapes
 from click.testing import CliRunner
 
 from pykvq.cli import main
 from pykvq.engine import Context, Model, quiet_log
 from pykvq.evaluation.run import F16, Evaluation, Setup
 from pykvq.evaluation.summary import summary
+from pykvq.tiny_model import write_tiny_model
 
 SMALL = Setup(context=96, chunks=2, rows=48, lengths=(384,), texts=1, prompts=2, prompt=16, generated=12)
 TURBO3 = ("turbo3", "turbo3")
@@ -105,6 +107,22 @@ def test_texts_of_a_file(model, tmp_path):
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
     chunks = Evaluation(model, SMALL, text=text, folder=tmp_path).chunks()
     assert chunks.shape == (2, 96) and chunks.dtype == np.int32 and "quick brown fox" in model.text(chunks[0].tolist())
+
+
+@pytest.mark.parametrize("build, words", [
+    (architectures.encoder_decoder, "has an encoder"), (write_tiny_model, "no tokenizer"),
+    (lambda path: shapes.write(path, *shapes.ARCHITECTURES["state alone"]), "keeps no KV cache")], ids=["encoder", "no tokenizer", "no cache"])
+def test_models_that_cannot_be_judged(build, words, tmp_path):
+    with Model(build(tmp_path / "m.gguf")) as model, pytest.raises(ValueError, match=words):
+        Evaluation(model, SMALL, folder=tmp_path)
+
+
+@pytest.mark.parametrize("build", [architectures.hybrid, architectures.latent])
+def test_other_kinds_of_caches(build, tmp_path):
+    with Model(build(tmp_path / "m.gguf")) as model:
+        evaluation = Evaluation(model, SMALL, threads=2, folder=tmp_path)
+        evaluation.run([F16, TURBO3])
+        assert summary(evaluation, F16).kld.value == pytest.approx(0, abs=1e-5) and summary(evaluation, TURBO3).kld.value > 1e-4
 
 
 # ---- the command
