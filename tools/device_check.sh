@@ -7,11 +7,11 @@
 #                                             check sanitize time model
 # Steps: check (grid against the CPU), sanitize (compute-sanitizer on a small grid), time (kernels), parts (what an f16 window
 # and a key bias add to attention), model (llama-bench on an 8B-shaped random model), streams (eight of 32K), long (a context of
-# 1,000,000 tokens, half an hour of prefill);
-# depth (decode at 0, 32K and 128K, and at MILLION=1000000 tokens), prefill128k (512 and 2048 tokens), depthstreams (eight of
-# 32K), all over caches filled from a short prefix; bandwidth (decode attention as a share of a device copy, and what ncu
-# counts), transforms (the cost of calibrated data), calibrate (statistics of the 8B shape), tests (pytest -m cuda).
-# The last three and those of depth need numpy, diskcache, filelock, jinja2, platformdirs, pyyaml and typing_extensions in
+# 1,000,000 tokens, half an hour of prefill); over caches filled from a short prefix: depth (decode at 0, 32K, 128K and at
+# MILLION=1000000 tokens), depthstreams (eight of 32K), prefill128k (512 and 2048 tokens); bandwidth (decode attention as a share
+# of a device copy, and what ncu counts), transforms (the cost of calibrated data), calibrate (statistics of the 8B shape), pip
+# (the pip form of the build, and pykvq doctor on it), tests (pytest -m cuda).
+# The last four and those on filled caches need numpy, diskcache, filelock, jinja2, platformdirs, pyyaml and typing_extensions in
 # python3, calibrate click, rich and scipy too.
 # The default steps take eight minutes on 16 cores and one H200, five of them the build. DEPTHS=131072 TYPES="f16 turbo3"
 # REPEAT=2 MODEL=FILE ARCH=90 set what the names say.
@@ -97,7 +97,7 @@ step() {
               done ;;
     bandwidth) "$(program "$dir" test-kvq-cuda)" bandwidth
               # the counters need a driver that lets them be read; --clock-control none leaves the card as it is
-              GGML_CUDA_DISABLE_GRAPHS=1 ncu --clock-control none --kernel-name regex:kvq_decode --launch-skip 8 --launch-count 16 \
+              GGML_CUDA_DISABLE_GRAPHS=1 ncu --clock-control none --kernel-name regex:kvq_decode --filter-mode per-launch-config --launch-skip 2 --launch-count 1 \
                   --metrics gpu__time_duration.sum,dram__bytes_read.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__inst_issued.avg.pct_of_peak_sustained_active \
                   "$(program "$dir" test-kvq-cuda)" bandwidth 2>&1 | grep -E "kvq_decode|gpu__|dram__|sm__|rror" || true ;;
     transforms) local gguf copy=/tmp/calibrated-random.gguf
@@ -109,6 +109,12 @@ step() {
               done
               MODEL=$copy TYPES= depth "$dir" transforms-oscar2 --types f16 oscar2,turbo2 --depths ${DEPTHS:-0 32768} ;;
     calibrate) time py "$dir" -c "from pykvq.cli import main; main()" calibrate "$(random_model)" --gpu-layers 99 --tokens "${TOKENS:-4096}" --restart -o "$dir.statistics.npz" ;;
+    pip)      # needs scikit-build-core in python3; over the objects that are there, so only the other programs are compiled
+              local site
+              site=$(realpath "$dir").site
+              time CMAKE_ARGS="-DGGML_CUDA=on -DPYKVQ_UPSTREAM_DIR=$PWD/upstream" python3 -m pip install . -v --no-deps --no-index --no-build-isolation \
+                  --upgrade --target "$site" -C build-dir="$(realpath "$dir")" > "$dir.pip.log" 2>&1 || { tail -30 "$dir.pip.log"; exit 1; }
+              (cd / && PYTHONPATH="$site:$OLDPWD/upstream/vendor/llama.cpp/gguf-py${PYTHONPATH:+:$PYTHONPATH}" "$site/bin/pykvq" doctor) ;;
     tests)    py "$dir" -m pytest -q -m cuda tests/cuda -p no:cacheprovider ;;
     *)        echo "unknown step $2"; exit 2 ;;
     esac
@@ -121,5 +127,5 @@ run)  dir=$2; shift 2
       [ $# -gt 0 ] || set -- check sanitize time model
       date; build "$dir"; date
       for s in "$@"; do echo "== $s"; step "$dir" "$s"; date; done ;;
-*)    sed -n '2,19p' "$0"; exit 2 ;;
+*)    sed -n '2,17p' "$0"; exit 2 ;;
 esac

@@ -796,7 +796,7 @@ static void time_attention(const ggml_type tk, const ggml_type tv, const int tok
 
 static double time_copy() {
     const bytes big(size_t(1) << 30, 1);
-    const double copy = seconds_of(gpu, [&](graph_build & b, int) { return ggml_dup(b.ctx, b.input(GGML_TYPE_F32, { int64_t(1) << 28 }, big)); }, 2, 9);
+    const double copy = seconds_of(gpu, [&](graph_build & b, int) { return ggml_dup(b.ctx, b.input(GGML_TYPE_F32, { int64_t(1) << 28 }, big)); }, 2, 199);   // long enough for the clocks to rise
     const double rate = 2.0*double(big.size())/copy;
     printf("copy %.0f GB/s, read plus written\n", rate*1e-9);
     return rate;
