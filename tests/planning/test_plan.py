@@ -1,6 +1,7 @@
 """pykvq plan against what libllama then allocates, over architectures; and the command."""
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import shapes
@@ -11,6 +12,7 @@ from pykvq.cli import main
 from pykvq.engine import Context, Model
 from pykvq.planning.plan import Setup, longest, memory
 from pykvq.planning.traffic import weight_bytes_per_token
+from pykvq.tiny_model import write_tiny_model
 
 TYPES = ("f16", "q4_0", "turbo4", "turbo3", "turbo2")
 
@@ -71,6 +73,21 @@ def test_a_token_reads_the_experts_that_are_used(tmp_path):
 def test_a_token_reads_no_embedding_beside_an_output_matrix(tiny_model):
     size, embedding = tiny_model(64).stat().st_size, 256 * 128 * 4
     assert weight_bytes_per_token(tiny_model(64)) == pytest.approx(size - embedding, rel=0.01)
+
+
+def test_a_split_model_is_planned_whole(tiny_model, tmp_path, monkeypatch):
+    import gguf
+    whole = tiny_model(64)
+    monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=8))
+    write_tiny_model(tmp_path / "m.gguf", 64)
+    first, *others = sorted(tmp_path.glob("m-*.gguf"))
+    setup = Setup(2048)
+    with Model(first, no_alloc=True) as split, Model(whole, no_alloc=True) as single:
+        assert others and memory(split, ("turbo3", "turbo3"), setup) == memory(single, ("turbo3", "turbo3"), setup)
+    assert weight_bytes_per_token(first) == weight_bytes_per_token(whole)
+    others[-1].unlink()
+    result = CliRunner().invoke(main, ["plan", str(first)])
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
 @pytest.fixture
