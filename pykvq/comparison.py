@@ -76,8 +76,8 @@ def text_logits(context: Context, tokens: Sequence[int]) -> np.ndarray:
 
 
 def compare(model: Model, prompt: Sequence[int], kv_types: Sequence[tuple[str, str]], *, n_ctx: int, max_tokens: int, depth: int,
-            threads: int | None = None, repeats: int = 3, step: Callable[[str], None] = lambda _: None) -> list[Result]:
-    """Results for f16 and then for each of kv_types.
+            threads: int | None = None, repeats: int = 3, window: dict[str, int | None] | None = None, step: Callable[[str], None] = lambda _: None) -> list[Result]:
+    """Results for f16 and then for each of kv_types. window: kv_sink and kv_recent of Context, where they are not the type's own.
 
     Raises ValueError when prompt and answer, or the depth, do not fit n_ctx, and what Context raises.
     """
@@ -85,10 +85,11 @@ def compare(model: Model, prompt: Sequence[int], kv_types: Sequence[tuple[str, s
         raise ValueError(f"a context of {n_ctx} is too small for this prompt ({len(prompt)} tokens), answer ({max_tokens}), depth ({depth}) "
                          f"and text ({CONTEXT_TOKENS + SCORED_TOKENS}); raise --ctx")
     text, pairs = model.tokenize(passage()), [("f16", "f16"), *kv_types]
+    window = window or {}
     reference, partial = None, {}
     for pair in pairs:
         step(f"{'/'.join(pair)}: answer and text")
-        with Context(model, n_ctx, pair, threads=threads) as context:
+        with Context(model, n_ctx, pair, threads=threads, **window) as context:
             answer, logits = greedy(context, prompt, max_tokens)
             scored = text_logits(context, text)
             if reference is None:
@@ -96,7 +97,7 @@ def compare(model: Model, prompt: Sequence[int], kv_types: Sequence[tuple[str, s
             ours = logits if pair == pairs[0] else forced(context, prompt, reference.answer)
             partial[pair] = (context.info(), answer, ours, scored)
     with ExitStack() as stack:
-        contexts = {"/".join(pair): stack.enter_context(Context(model, depth + 32, pair, threads=threads)) for pair in pairs}
+        contexts = {"/".join(pair): stack.enter_context(Context(model, depth + 32, pair, threads=threads, **window)) for pair in pairs}
         speeds = decode_speeds(contexts, text, depth, repeats=repeats, step=step)
     results = []
     for pair, (info, answer, ours, scored) in partial.items():

@@ -32,10 +32,13 @@ class SequenceState:
             self._shape = self._take("<u4", 2)                   # V transposed, layers with K
             known = (self._cells["n_seq"] == 1).all() and self._shape[0] == 0 and not self._raw[end:].any()
             self._layers: list[tuple[np.ndarray, np.ndarray]] = []
-            while known and self._at < end:
-                kind = self._take(_ROWS)
+            windowed = False
+            while known and self._at < end and not (windowed and len(self._layers) == 2 * self._shape[1]):
+                kind = self._take(_ROWS).copy()
+                windowed = windowed or kind["type"][0] < 0       # rows of an f16 window follow the values: left out
+                kind["type"] &= 0x7FFFFFFF
                 self._layers.append((kind, self._take(np.uint8, self.tokens * int(kind["row_bytes"][0])).reshape(self.tokens, -1)))
-            known = known and self._at == end and len(self._layers) in (self._shape[1], 2 * self._shape[1])
+            known = known and (windowed or self._at == end) and len(self._layers) in (self._shape[1], 2 * self._shape[1])
         except (ValueError, IndexError):
             known = False
         if not known:
@@ -77,7 +80,8 @@ def fill_from_prefix(context: Context, tokens: Sequence[int], depth: int, n_seq:
     """Put `depth` tokens into each of the sequences 0 to n_seq - 1, of which only `tokens` are computed.
 
     One sequence needs a context of two with a unified cache: pieces are loaded as sequence 1 and given to sequence 0, because
-    a load replaces what a sequence had. More need a cache without unified=True: the first is loaded whole, then copied.
+    a load replaces what a sequence had. More need a cache without unified=True: the first is loaded whole, then copied. Where the cache
+    has an f16 window, the last tokens are computed, so that it is as full as after a prefill.
     Raises ValueError for a cache of another kind.
     """
     context.clear()
@@ -86,12 +90,14 @@ def fill_from_prefix(context: Context, tokens: Sequence[int], depth: int, n_seq:
     context.decode(tokens[:depth], 0, logits="none")
     state = SequenceState(context.save(0))
     context.clear()
-    if n_seq > 1:
-        context.load(state.repeated(0, depth), 0)
-        for seq in range(1, n_seq):
-            context.copy(0, seq)
-        return
-    for start in range(0, depth, PIECE):
-        context.load(state.repeated(start, min(PIECE, depth - start)), 1)
-        context.copy(1, 0)
-        context.remove(1, 0)
+    filled = max(depth - context.info()[0].n_window, 0)
+    if n_seq > 1 and filled:
+        context.load(state.repeated(0, filled), 0)
+    else:
+        for start in range(0, filled, PIECE):
+            context.load(state.repeated(start, min(PIECE, filled - start)), 1)
+            context.copy(1, 0)
+            context.remove(1, 0)
+    context.decode([tokens[i % len(tokens)] for i in range(filled, depth)], filled, logits="none")
+    for seq in range(1, n_seq):
+        context.copy(0, seq)

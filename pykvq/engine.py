@@ -14,7 +14,7 @@ import numpy as np
 
 from pykvq.gguf_header import read_header
 from pykvq.kv_info import BufferMemory, CacheInfo, cache_info, memory_info
-from pykvq.llama_glue import check_cache, forget, kvq_is_off, reason, record, split_kv_type
+from pykvq.llama_glue import check_cache, forget, kvq_is_off, reason, record, split_kv_type, window
 from pykvq.support import is_quantised, type_id
 
 
@@ -107,13 +107,14 @@ class Context:
     """One context of a Model with a cache of kv_type (one name or the pair K, V), flash attention on unless told otherwise.
     offload=False keeps the cache and the attention on the host (llama.cpp's --no-kv-offload); n_ubatch is n_batch unless given.
     n_outputs: most tokens of a batch whose logits will be asked for, 0: all of them.
+    kv_sink, kv_recent: first and last tokens that are kept in f16 too (docs/windows.md); None is the type's default.
 
     Raises ValueError for a wrong type or a refusal of llama.cpp, MemoryError when the cache cannot fit.
     """
 
     def __init__(self, model: Model, n_ctx: int, kv_type: str | tuple[str, str] = "f16", *, n_seq: int = 1, unified: bool = False,
                  n_batch: int = 512, n_ubatch: int | None = None, threads: int | None = None, flash: bool = True, swa_full: bool = True, offload: bool = True,
-                 kvq: str = "auto", n_outputs: int = 0, on_tensor=None):
+                 kvq: str = "auto", kv_sink: int | None = None, kv_recent: int | None = None, n_outputs: int = 0, on_tensor=None):
         k, v = split_kv_type(kv_type)
         if is_quantised(v) and not flash:
             raise ValueError(f"a V cache of type {v} needs flash attention; leave it on")
@@ -123,6 +124,7 @@ class Context:
         params.n_threads = params.n_threads_batch = threads or os.cpu_count()
         params.type_k, params.type_v, params.kv_unified, params.swa_full = type_id(k), type_id(v), unified, swa_full
         params.offload_kqv, params.kvq_off, params.n_outputs_max = offload, kvq_is_off(kvq), n_outputs
+        params.kv_sink, params.kv_recent = window(kv_sink, kv_recent)
         params.flash_attn_type = native.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else native.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if on_tensor is not None:                # ggml_backend_sched_eval_callback; must live as long as the context
             params.cb_eval = self._on_tensor = native.ggml_backend_sched_eval_callback(on_tensor)

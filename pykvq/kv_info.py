@@ -26,6 +26,8 @@ class LayerCache:
     device: str
     transform: int = 0               # hash of what keys go through before they are stored, 0: nothing
     calibrated: bool = False         # by the model's own data
+    n_window: int = 0                # rows of the f16 window, of one stream; 0: none
+    bytes_window: int = 0            # its K and V, all streams
     key_bias: str = "none"           # of the model: "none", "kept" in the keys, or "left out" and returned to the logit
 
 
@@ -50,8 +52,13 @@ class CacheInfo:
 
     @property
     def bytes(self) -> int:
-        """Bytes of K and V in all layers."""
-        return sum(layer.bytes_k + layer.bytes_v for layer in self.layers)
+        """Bytes of K and V in all layers, f16 windows included."""
+        return sum(layer.bytes_k + layer.bytes_v + layer.bytes_window for layer in self.layers)
+
+    @property
+    def bytes_window(self) -> int:
+        """Bytes of the f16 windows alone."""
+        return sum(layer.bytes_window for layer in self.layers)
 
     @property
     def bytes_f16(self) -> int:
@@ -71,7 +78,8 @@ class CacheInfo:
     def __str__(self) -> str:
         kinds = ", ".join(f"{n} x K {k} V {v}" for (k, v), n in self.types.items())
         calibrated = f"; {self.calibrated} layers calibrated" if self.calibrated else ""
-        return (f"KV cache {self.bytes / 2**20:.1f} MiB, f16 {self.bytes_f16 / 2**20:.1f} MiB ({self.ratio:.2f}x smaller); "
+        window = f", {self.bytes_window / 2**20:.1f} MiB of it f16 windows" if self.bytes_window else ""
+        return (f"KV cache {self.bytes / 2**20:.1f} MiB{window}, f16 {self.bytes_f16 / 2**20:.1f} MiB ({self.ratio:.2f}x smaller); "
                 f"{kinds or 'no layers'}{calibrated}")
 
 
@@ -79,7 +87,8 @@ class _LayerInfo(ctypes.Structure):                  # struct llama_kvq_layer_in
     _fields_ = [("il", ctypes.c_int32), ("type_k", ctypes.c_int32), ("type_v", ctypes.c_int32), ("n_head_kv", ctypes.c_int32),
                 ("head_dim_k", ctypes.c_int32), ("head_dim_v", ctypes.c_int32), ("is_swa", ctypes.c_int32), ("n_cells", ctypes.c_uint32),
                 ("bytes_k", ctypes.c_uint64), ("bytes_v", ctypes.c_uint64), ("bytes_f16", ctypes.c_uint64), ("device", ctypes.c_char * 32),
-                ("transform", ctypes.c_uint32), ("calibrated", ctypes.c_int32), ("key_bias", ctypes.c_int32)]
+                ("transform", ctypes.c_uint32), ("calibrated", ctypes.c_int32), ("key_bias", ctypes.c_int32),
+                ("n_window", ctypes.c_uint32), ("bytes_window", ctypes.c_uint64)]
 
 _KEY_BIAS = ("none", "kept", "left out")
 
@@ -94,7 +103,7 @@ def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
     return CacheInfo(tuple(
         LayerCache(r.il, type_name(r.type_k), type_name(r.type_v), r.n_head_kv, r.head_dim_k, r.head_dim_v, bool(r.is_swa), r.n_cells,
                    r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode(), r.transform, bool(r.calibrated),
-                   _KEY_BIAS[r.key_bias]) for r in rows))
+                   r.n_window, r.bytes_window, _KEY_BIAS[r.key_bias]) for r in rows))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,14 @@ def kvq_is_off(kvq: str) -> bool:
     return kvq == "off"
 
 
+def window(kv_sink: int | None, kv_recent: int | None) -> tuple[int, int]:
+    """llama_context_params.kv_sink and .kv_recent; None or -1 is the default of the cache type. Raises ValueError below that."""
+    pair = tuple(-1 if n is None else int(n) for n in (kv_sink, kv_recent))
+    if min(pair) < -1:
+        raise ValueError(f"kv_sink and kv_recent are numbers of tokens, or None for the type's default, not {kv_sink} and {kv_recent}")
+    return pair
+
+
 def is_bulk(key: str) -> bool:
     """True for metadata of megabytes that no reader of Llama.metadata wants."""
     return key.startswith("kvq.blk.")

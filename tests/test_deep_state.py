@@ -26,7 +26,7 @@ def test_one_prefix_is_the_real_prefill(model):
 @pytest.mark.parametrize("kv_type", ["f16", "turbo2", ("turbo4", "f16")])
 def test_rows_repeat_at_new_positions(model, kv_type, monkeypatch):
     monkeypatch.setattr(deep_state, "PIECE", 48)                 # pieces that begin inside a prefix
-    with Context(model, 256, kv_type, n_seq=2, unified=True) as context:
+    with Context(model, 256, kv_type, n_seq=2, unified=True, kv_sink=0, kv_recent=0) as context:
         fill_from_prefix(context, TOKENS[:32], 150)
         deep = SequenceState(context.save(0))
         assert deep._cells["position"].tolist() == list(range(150))
@@ -47,6 +47,17 @@ def test_streams_are_copies_of_the_first(model):
         fill_from_prefix(context, TOKENS[:32], 100)
         alone = context.decode([TOKENS[40]], 100)
     assert np.abs(rows - alone).max() < 1e-4 * np.abs(alone).max()
+
+
+def test_the_last_tokens_of_a_window_are_computed(model):
+    for options in (dict(n_seq=2, unified=True), dict(n_seq=2)):
+        with Context(model, 1024, "turbo2", n_batch=32, kv_sink=4, kv_recent=16, **options) as context:
+            fill_from_prefix(context, TOKENS[:32], 400, n_seq=1 if options.get("unified") else 2)
+            filled = context.decode([TOKENS[40]], 400)
+            plain = context.save(0)
+        with Context(model, 1024, "turbo2", n_seq=2, unified=True, kv_sink=0, kv_recent=0) as context:
+            fill_from_prefix(context, TOKENS[:32], 400)
+            assert len(plain) > len(context.save(0)) and np.abs(context.decode([TOKENS[40]], 400) - filled).max() > 0
 
 
 def test_other_caches_are_refused(model):

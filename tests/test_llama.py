@@ -25,7 +25,7 @@ def load(smollm2):
     ("turbo3", ("turbo3_64", "turbo3_64"), 52), (("turbo3", "turbo2"), ("turbo3_64", "turbo2_64"), 44), (["q8_0", "turbo4"], ("q8_0", "turbo4_64"), 102),
     ("f16", ("f16", "f16"), 256), (None, ("f16", "f16"), 256)])
 def test_kv_type_sets_both_types_and_is_reported_per_layer(load, kv_type, effective, cell):
-    llm = load(kv_type=kv_type)
+    llm = load(kv_type=kv_type, kv_sink=0, kv_recent=0)
     info = llm.kv_cache_info()
     assert len(info) == 30 and info.types == {effective: 30}
     assert info.bytes == 256 * 30 * 3 * cell and info.bytes_f16 == 256 * F16_BYTES
@@ -33,6 +33,37 @@ def test_kv_type_sets_both_types_and_is_reported_per_layer(load, kv_type, effect
     layer = info[7]
     assert (layer.layer, layer.n_head_kv, layer.head_dim_k, layer.head_dim_v, layer.cells, layer.swa, layer.device) == (7, 3, 64, 64, 256, False, "CPU")
     assert layer.bytes_k + layer.bytes_v == 256 * 3 * cell
+
+
+def test_window_is_set_reported_and_pickled(load):
+    llm = pickle.loads(pickle.dumps(load(kv_type="turbo2", kv_sink=4, kv_recent=16)))
+    info = llm.kv_cache_info()
+    assert {layer.n_window for layer in info} == {192}                      # 4 + 16, a batch of 128, one more, in steps of 64
+    assert info.bytes_window == 192 * F16_BYTES and info.bytes == 256 * 30 * 3 * 36 + info.bytes_window
+    assert "MiB of it f16 windows" in str(info)
+    llm.close()
+
+
+def test_window_through_prompt_cache_and_speculative_decoding(load):
+    """Rejected drafts and restored prompts leave the same text."""
+    from llama_cpp import LlamaRAMCache
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+    prompt, window = "Count with me: one, two, three, four, five, one, two, three, four, five, one,", dict(kv_type="turbo2", kv_sink=8, kv_recent=32)
+    answer = lambda llm: llm(prompt, max_tokens=12, temperature=0)["choices"][0]["text"]
+    llm = load(**window)
+    expected = answer(llm)
+    assert "two, three" in expected
+    llm.set_cache(LlamaRAMCache())
+    assert answer(llm) == expected
+    llm("Something else in between.", max_tokens=2)
+    assert answer(llm) == expected
+    assert answer(load(**window, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4))) == expected
+
+
+@pytest.mark.parametrize("wrong", [dict(kv_sink=-2), dict(kv_recent=-7)])
+def test_negative_window_is_one_line(load, wrong):
+    with pytest.raises(ValueError, match="numbers of tokens, or None"):
+        load(kv_type="turbo2", **wrong)
 
 
 def test_it_answers(load):

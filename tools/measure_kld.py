@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """KL divergence of every cache type, through the real cache and through the numpy codec inside an f16 model.
 
-    python tools/measure_kld.py model.gguf text.txt [--ctx 512] [--chunks 2] [--skip 40000] [--types turbo2 turbo3 turbo4] [--decode] [--kvq off] [--kernel-only]
+    python tools/measure_kld.py model.gguf text.txt [--ctx 512] [--chunks 2] [--skip 40000] [--types turbo2 turbo3 turbo4] [--windows 0,0 64,256] [--decode] [--kvq off] [--kernel-only]
 
 "kernel" runs the type as the cache. "reference" keeps an f16 cache and lets the eval callback of llama.cpp rewrite the
 post-RoPE keys and the values with dequantise(quantise(x)) of pykvq.codecs.turbo: what the codec alone costs. Their ratio
-shows what the kernels add. Chunks start with BOS at tokens skip, skip + ctx, ...; the second half of each is scored.
---decode scores the second half token by token instead of in one batch. --kvq off stores keys as they are, also where the model
-carries calibrated transforms or a key bias; --kernel-only leaves the reference out, which knows neither.
+shows what the kernels add. Chunks start with BOS at tokens skip, skip + ctx, ...; the second half of each is scored, or its last
+--score tokens. --decode scores them token by token instead of in one batch. --kvq off stores keys as they are, also where the model
+carries calibrated transforms or a key bias; --kernel-only leaves the reference out, which knows neither. --windows gives sinks and
+recent tokens that the cache also keeps in f16 (docs/windows.md), a row for each; without it the type's own with --kernel-only, and none
+beside the reference, which has none.
 """
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import sys
 from pathlib import Path
 
@@ -49,9 +52,9 @@ def codec_callback(pair: tuple[str, str]):
     return rewrite
 
 
-def second_half(context: Context, chunk: list[int], decode: bool) -> np.ndarray:
-    """Logits of the second half of a chunk; float32 [len(chunk) - len(chunk) // 2, n_vocab]."""
-    half = len(chunk) // 2
+def last_logits(context: Context, chunk: list[int], n: int, decode: bool) -> np.ndarray:
+    """Logits of the last n tokens of a chunk; float32 [n, n_vocab]."""
+    half = len(chunk) - n
     context.clear()
     if not decode:
         entries = [(token, i, 0, i >= half) for i, token in enumerate(chunk)]
@@ -67,7 +70,7 @@ class Score:
         self.kl, self.same, self.nll = [], [], []
 
     def add(self, exact: np.ndarray, ours: np.ndarray, chunk: list[int]) -> None:
-        half = len(chunk) // 2
+        half = len(chunk) - len(ours)
         self.kl.append(kl_divergence(exact, ours))
         self.same.append(exact.argmax(1) == ours.argmax(1))
         self.nll.append(-log_softmax(ours)[np.arange(len(chunk) - half - 1), chunk[half + 1:]])
@@ -86,8 +89,11 @@ def main() -> None:
     ap.add_argument("--chunks", type=int, default=2)
     ap.add_argument("--skip", type=int, default=40000, help="tokens at the start of the text that are not scored")
     ap.add_argument("--types", nargs="+", default=["turbo4", "turbo3", "turbo2", "q8_0", "q4_0"], help="TYPE or K,V")
+    ap.add_argument("--windows", nargs="+", metavar="SINK,RECENT", help="f16 windows")
+    ap.add_argument("--score", type=int, help="tokens scored at the end of a chunk; default: half of it")
     ap.add_argument("--decode", action="store_true", help="score token by token")
     ap.add_argument("--kvq", choices=("auto", "off"), default="auto", help="what the cache does to keys before it stores them")
+    ap.add_argument("--batch", type=int, default=512, help="tokens a batch")
     ap.add_argument("--kernel-only", action="store_true", help="no reference")
     a = ap.parse_args()
     quiet_log()
@@ -98,9 +104,10 @@ def main() -> None:
         if any(len(c) < a.ctx for c in chunks):
             raise SystemExit(f"{a.text} has {len(tokens)} tokens, too few for --skip {a.skip} and {a.chunks} chunks of {a.ctx}")
 
-        def run(kv_type, callback=None):
-            with Context(model, a.ctx, kv_type, n_batch=min(a.ctx, 512), kvq="off" if callback else a.kvq, on_tensor=callback) as context:
-                return [second_half(context, c, a.decode) for c in chunks]
+        def run(kv_type, callback=None, window=(None, None)):
+            with Context(model, a.ctx, kv_type, n_batch=min(a.ctx, a.batch), kvq="off" if callback else a.kvq, kv_sink=window[0],
+                         kv_recent=window[1], on_tensor=callback) as context:
+                return [last_logits(context, c, a.score or a.ctx - a.ctx // 2, a.decode) for c in chunks]
 
         exact = run("f16")
         base = Score()
@@ -108,18 +115,20 @@ def main() -> None:
             base.add(e, e, c)
         print(f"{model.header.name}, {a.text.name}, context {a.ctx}, {a.chunks} chunks, {'token by token' if a.decode else 'one batch'}; "
               f"f16 perplexity {base.row()[2]:.3f}\n")
-        print("| cache | KL kernel | KL reference | ratio | p99 | perplexity | same top |\n|---|---|---|---|---|---|---|", flush=True)
-        for name, pair in pairs.items():
+        print("| cache | window | KL kernel | KL reference | ratio | p99 | perplexity | same top |\n|---|---|---|---|---|---|---|---|", flush=True)
+        windows = [tuple(map(int, w.split(","))) for w in a.windows or []] or [(None, None) if a.kernel_only else (0, 0)]
+        for (name, pair), window in itertools.product(pairs.items(), windows):
             kernel, reference = Score(), Score()
-            for e, x, c in zip(exact, run(pair), chunks):
+            for e, x, c in zip(exact, run(pair, window=window), chunks):
                 kernel.add(e, x, c)
             k = kernel.row()
             cells = ("", "")
-            if not a.kernel_only and set(pair) & set(FAMILIES) and set(pair) <= {*FAMILIES, "f16"}:
+            if not a.kernel_only and window == (0, 0) and set(pair) & set(FAMILIES) and set(pair) <= {*FAMILIES, "f16"}:
                 for e, x, c in zip(exact, run("f16", codec_callback(pair)), chunks):
                     reference.add(e, x, c)
                 cells = (f"{reference.row()[0]:.5f}", f"{k[0] / reference.row()[0]:.3f}")
-            print(f"| {name} | {k[0]:.5f} | {cells[0]} | {cells[1]} | {k[1]:.4f} | {k[2]:.3f} | {k[3] * 100:.1f} % |", flush=True)
+            shown = "default" if window[0] is None else f"{window[0]}, {window[1]}"
+            print(f"| {name} | {shown} | {k[0]:.5f} | {cells[0]} | {cells[1]} | {k[1]:.4f} | {k[2]:.3f} | {k[3] * 100:.1f} % |", flush=True)
 
 
 if __name__ == "__main__":

@@ -257,7 +257,18 @@ struct packed_kernels {
     void  (*finish)(const float * y, float factor, float * x);   // a block of such a sum to plain values
 };
 
-// ---- float keys and values, for a partner of another type ----
+// ---- float keys and values, for a partner of another type and for f16 windows ----
+
+// n halves to floats; both have room for a multiple of sixteen
+static inline void halves_to_float(const uint16_t * x, float * y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        store(y + i, load_f16(x + i));
+    }
+    for (; i < n; i++) {
+        y[i] = GGML_CPU_FP16_TO_FP32(x[i]);
+    }
+}
 
 // logit[r][t] = key[t] . query[r], rows of n floats, n and the tokens multiples of 16
 static inline void float_logits(const float * key, int tokens, const float * query, int n, int rows, float * logit) {
@@ -279,36 +290,59 @@ static inline void float_logits(const float * key, int tokens, const float * que
     }
 }
 
+// R rows by C times 16 columns in registers
+template <int R, int C>
+static inline void float_block(const float * value, int tokens, int n, const float * weight, const float * alpha, const float * beta,
+                               float * acc, size_t stride) {
+    f32x16 s[R][C];
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < C; c++) {
+            s[r][c] = set1(0.0f);
+        }
+    }
+    for (int t = 0; t < tokens; t++) {
+        f32x16 v[C];
+        for (int c = 0; c < C; c++) {
+            v[c] = load(value + (size_t) t*n + 16*c);
+        }
+        for (int r = 0; r < R; r++) {
+            const f32x16 w = set1(weight[r*TILE + t]);
+            for (int c = 0; c < C; c++) {
+                s[r][c] = fma(v[c], w, s[r][c]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < C; c++) {
+            float * out = acc + r*stride + 16*c;
+            store(out, fma(s[r][c], set1(beta[r]), mul(load(out), set1(alpha[r]))));
+        }
+    }
+}
+
 template <int R>
 static inline void float_row_block(const float * value, int tokens, int n, const float * weight, const float * alpha,
                                    const float * beta, float * acc, size_t stride) {
-    for (int i = 0; i < n; i += 16) {
-        f32x16 s[R];
-        for (int r = 0; r < R; r++) {
-            s[r] = set1(0.0f);
-        }
-        for (int t = 0; t < tokens; t++) {
-            const f32x16 v = load(value + (size_t) t*n + i);
-            for (int r = 0; r < R; r++) {
-                s[r] = fma(v, set1(weight[r*TILE + t]), s[r]);
-            }
-        }
-        for (int r = 0; r < R; r++) {
-            float * out = acc + r*stride + i;
-            store(out, fma(s[r], set1(beta[r]), mul(load(out), set1(alpha[r]))));
-        }
+    int i = 0;
+    for (; i + 32 <= n; i += 32) {
+        float_block<R, 2>(value + i, tokens, n, weight, alpha, beta, acc + i, stride);
+    }
+    for (; i < n; i += 16) {
+        float_block<R, 1>(value + i, tokens, n, weight, alpha, beta, acc + i, stride);
     }
 }
 
 // acc[r] = acc[r]*alpha[r] + beta[r] * sum over t of weight[r][t] * value[t]
 static inline void float_values(const float * value, int tokens, int n, const float * weight, const float * alpha,
                                 const float * beta, int rows, float * acc, size_t stride) {
-    int r = 0;
-    for (; r + 4 <= rows; r += 4) {
-        float_row_block<4>(value, tokens, n, weight + r*TILE, alpha + r, beta + r, acc + r*stride, stride);
-    }
-    for (; r < rows; r++) {
-        float_row_block<1>(value, tokens, n, weight + r*TILE, alpha + r, beta + r, acc + r*stride, stride);
+    for (int r = 0; r < rows; ) {
+#define KVQ_ROWS(R) float_row_block<R>(value, tokens, n, weight + r*TILE, alpha + r, beta + r, acc + r*stride, stride); r += R
+        switch (rows - r) {
+            case 1:  KVQ_ROWS(1); break;
+            case 2:  KVQ_ROWS(2); break;
+            default: KVQ_ROWS(3); break;
+        }
+#undef KVQ_ROWS
     }
 }
 

@@ -40,9 +40,21 @@ static void to_float_row(ggml_type type, const void * x, float * y, int64_t n) {
     // the rows of a window stay in the rotated domain
     switch (kvq_is_window_type(type) ? GGML_TYPE_F16 : type) {
         case GGML_TYPE_F32:  memcpy(y, x, n*sizeof(float)); break;
-        case GGML_TYPE_F16:  ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) x, y, n); break;
+        case GGML_TYPE_F16:  halves_to_float((const uint16_t *) x, y, n); break;
         case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) x, y, n); break;
         default:             ggml_get_type_traits(type)->to_float(x, y, n); break;
+    }
+}
+
+static void to_float_rows(const ggml_tensor * x, const uint8_t * const * token, int n, float * y, int stride) {
+    const int64_t bytes = ggml_row_size(x->type, x->ne[0]);
+    for (int t = 0; t < n; t++) {
+        if (token[t]) {
+            for (int64_t line = 0; line < bytes; line += 64) {
+                prefetch<1>(token[t] + line, TILE*x->nb[1]);
+            }
+            to_float_row(x->type, token[t], y + t*stride, x->ne[0]);
+        }
     }
 }
 
@@ -280,11 +292,7 @@ static void compute_logits(const plan & p, scratch & s, const attn_part & part, 
                             rows, s.logit, b > 0);
         }
     } else {
-        for (int t = 0; t < n; t++) {
-            if (token[t]) {
-                to_float_row(part.k->type, token[t], s.key + t*p.key_row, part.k->ne[0]);
-            }
-        }
+        to_float_rows(part.k, token, n, s.key, p.key_row);
         float_logits(s.key, n, s.query_float, p.key_row, rows, s.logit);
     }
 }
@@ -296,11 +304,7 @@ static void accumulate(const plan & p, scratch & s, const attn_part & part, cons
                             p.value_row, s.value_level, s.fixed);
         }
     } else {
-        for (int t = 0; t < n; t++) {
-            if (token[t]) {
-                to_float_row(part.v->type, token[t], s.value + t*p.value_row, part.v->ne[0]);
-            }
-        }
+        to_float_rows(part.v, token, n, s.value, p.value_row);
         float beta[ROWS];   // the sums of a cache of ours are in its levels
         for (int r = 0; r < rows.n; r++) {
             beta[r] = p.v ? rows.beta[r]/p.v->unit : rows.beta[r];

@@ -26,6 +26,8 @@ struct llama_kvq_layer_info {
     uint32_t transform;     // hash of what keys go through before they are stored, 0: nothing
     int32_t  calibrated;    // by the model's own data
     int32_t  key_bias;      // 0: none, 1: stored with the keys, 2: left out of the keys and returned to the logit
+    uint32_t n_window;      // rows of the f16 window, of one stream; 0: none
+    uint64_t bytes_window;  // K and V, all streams
 };
 
 // Number of cached layers; the first `capacity` are written to out.
@@ -70,8 +72,8 @@ ggml_tensor * kvq_split_unrotated(ggml_context * ctx, ggml_tensor ** keys, ggml_
 // one log line: effective types, bytes, the f16 equivalent and what is calibrated
 void kvq_log_cache(const llama_kv_cache & cache);
 
-// The context whose caches this thread creates next. off: they store keys as they are (llama_context_params.kvq_off).
-void kvq_begin(bool off, const llama_cparams & cparams);
+// The context whose caches this thread creates next.
+void kvq_begin(const llama_context_params & params, const llama_cparams & cparams);
 
 // A key bias b that the stored keys lack. The attention operation adds q . R(j) b to the logit of the token at position j,
 // R(j) being its rotation. Tensors are null when keys are stored as they are.
@@ -83,11 +85,28 @@ struct kvq_key_bias {
     bool interleaved   = false;     // pairs are (0, 1), (2, 3), ...; else (0, n_rot/2), (1, n_rot/2 + 1), ...
 };
 
-// adds a bias, if there is one, to a FLASH_ATTN_EXT node
-void kvq_add_key_bias(ggml_context * ctx, ggml_tensor * attention, const kvq_key_bias * bias);
+// Where a batch's keys and values go in the f16 window of a cache, and which of its rows each token sees. Null: no window.
+struct kvq_window_input {
+    ggml_tensor * idxs = nullptr;   // i64 [n_tokens]
+    ggml_tensor * mask = nullptr;   // f16 [n_ring, n_tokens of a stream, 1, n_stream]
+};
+
+// What attention reads besides upstream's sources.
+struct kvq_sources {
+    kvq_key_bias bias;
+    ggml_tensor * k16    = nullptr;   // [d, n_ring, n_head_kv, n_stream] of kvq_window_type
+    ggml_tensor * v16    = nullptr;
+    ggml_tensor * mask16 = nullptr;
+};
+
+// adds what is there of them to a FLASH_ATTN_EXT node
+void kvq_add_sources(ggml_context * ctx, ggml_tensor * attention, const kvq_sources * sources);
 
 // true when the cache of layer il stores keys without their bias, so that the graph must not add it
 bool kvq_omits_key_bias(const llama_memory_context_i * mctx, int32_t il);
+
+// Set in the type of a saved layer's keys where the rows of an f16 window follow the values.
+constexpr int32_t KVQ_STATE_WINDOW = INT32_MIN;
 
 // A type as saved states carry it: rows stored with other calibrated data count as another type.
 inline int32_t kvq_state_type(ggml_type type, uint32_t transform) {

@@ -3,6 +3,7 @@
 #include "kvq-key-bias.h"
 #include "kvq-metadata.h"
 #include "kvq-transforms.h"
+#include "kvq-window.h"
 #include "kvq.h"
 
 #include "ggml-cpp.h"
@@ -68,7 +69,8 @@ ggml_tensor * kvq_split_unrotated(ggml_context * ctx, ggml_tensor ** keys, ggml_
 }
 
 void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {
-    for (const auto & layer : layers) {
+    for (size_t i = 0; i < layers.size(); i++) {
+        const auto & layer = layers[i];
         llama_kvq_layer_info info = {};
         info.il         = layer.il;
         info.type_k     = layer.k->type;
@@ -87,6 +89,8 @@ void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {
         info.transform  = layer.kvq->hash;
         info.calibrated = layer.kvq->k_in != nullptr;
         info.key_bias   = layer.kvq->bias ? 2 : !hparams.is_mla() && (kvq_model_key_bias(model, layer.il) || model.layers[layer.il].wqkv_b);
+        info.n_window     = window ? window->n_rows : 0;
+        info.bytes_window = window ? window->bytes(i) : 0;
         out.push_back(info);
     }
 }
@@ -122,22 +126,27 @@ void kvq_log_cache(const llama_kv_cache & cache) {
     cache.kvq_layers(layers);
 
     std::map<std::string, int> counts;
-    double bytes = 0, bytes_f16 = 0;
+    double bytes = 0, bytes_f16 = 0, bytes_window = 0;
     bool ours = false;
     for (const auto & l : layers) {
         ours = ours || kvq_is_cache_type((ggml_type) l.type_k) || kvq_is_cache_type((ggml_type) l.type_v);
         counts[format("K %s V %s", ggml_type_name((ggml_type) l.type_k), ggml_type_name((ggml_type) l.type_v))]++;
         bytes     += l.bytes_k + l.bytes_v;
         bytes_f16 += l.bytes_f16;
+        bytes_window += l.bytes_window;
     }
     std::string types;
     for (const auto & [name, n] : counts) {
         types += format("%s%d x %s", types.empty() ? "" : ", ", n, name.c_str());
     }
+    std::string window;
+    if (cache.window) {
+        window = format("; %u sinks and %u recent tokens also in f16, %.2f MiB", cache.window->sink, cache.window->recent, bytes_window/1024/1024);
+    }
     // the tools hide this library's info level by default, and who chose such a type must see what runs
     const auto level = ours ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO;
-    llama_log_internal(level, "kvq: effective cache types: %s; %.2f MiB, f16 would be %.2f MiB (%.2fx)%s\n",
-        types.c_str(), bytes/1024/1024, bytes_f16/1024/1024, bytes > 0 ? bytes_f16/bytes : 1.0, cache.kvq_calibration().c_str());
+    llama_log_internal(level, "kvq: effective cache types: %s; %.2f MiB, f16 would be %.2f MiB (%.2fx)%s%s\n",
+        types.c_str(), bytes/1024/1024, bytes_f16/1024/1024, bytes > 0 ? bytes_f16/bytes : 1.0, window.c_str(), cache.kvq_calibration().c_str());
 }
 
 // every attention cache inside a memory module, in the order of its parts

@@ -1,6 +1,7 @@
 #include "kvq-key-bias.h"
 #include "kvq-llama.h"
 #include "kvq-transforms.h"
+#include "kvq-window.h"
 #include "kvq.h"
 
 #include "ggml-backend.h"
@@ -28,10 +29,11 @@ static bool device_supports(const llama_model & model, int32_t il, ggml_type typ
     ggml_tensor * v    = ggml_new_tensor_3d(ctx.get(), type_v, h.n_embd_head_v(il), 256, n_head_kv);
     ggml_tensor * mask = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, 256, 1);
     ggml_tensor * attention = ggml_flash_attn_ext(ctx.get(), ggml_permute(ctx.get(), q, 0, 2, 1, 3), k, v, mask, 1.0f, 0.0f, 0.0f);
-    const kvq_key_bias bias = { q, ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head_kv),
+    kvq_sources sources;
+    sources.bias = { q, ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head_kv),
         ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, h.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS),
         ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 256, 1), false };
-    kvq_add_key_bias(ctx.get(), attention, &bias);
+    kvq_add_sources(ctx.get(), attention, &sources);
     return ggml_backend_dev_supports_op(model.dev_layer(il), attention);
 }
 
@@ -117,8 +119,16 @@ bool kvq_omits_key_bias(const llama_memory_context_i * mctx, int32_t il) {
     return cache && cache->kvq_omits_key_bias(il);
 }
 
-void kvq_add_key_bias(ggml_context * ctx, ggml_tensor * attention, const kvq_key_bias * bias) {
-    if (!bias || !bias->q) {
+void kvq_add_sources(ggml_context * ctx, ggml_tensor * attention, const kvq_sources * sources) {
+    if (!sources) {
+        return;
+    }
+    attention->src[9]  = sources->k16;
+    attention->src[10] = sources->v16;
+    attention->src[11] = sources->mask16;
+
+    const kvq_key_bias * bias = &sources->bias;
+    if (!bias->q) {
         return;
     }
     // as build_attn_mha splits its own query
@@ -141,7 +151,7 @@ ggml_tensor * llama_kv_cache::kvq_build_input_pos(ggml_context * ctx, uint32_t n
     if (!kvq->trig) {
         return nullptr;
     }
-    // of the cells of every stream, then as many rows for those of the batch's tokens, which are fewer
+    // of the cells and window rows of every stream, then as many rows for those of the batch's tokens, which are fewer
     ggml_tensor * pos = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_kv, 2*(sinfo.s1 - sinfo.s0 + 1));
     ggml_set_input(pos);
     ggml_set_name(pos, "kvq_inp_pos");
@@ -151,12 +161,16 @@ ggml_tensor * llama_kv_cache::kvq_build_input_pos(ggml_context * ctx, uint32_t n
 void llama_kv_cache::kvq_set_input_pos(ggml_tensor * pos, const slot_info & sinfo) const {
     GGML_ASSERT(ggml_backend_buffer_is_host(pos->buffer));
     const int64_t n_stream = pos->ne[1]/2;
+    const int64_t n_ring = window ? window->n_ring(sinfo) : 0, n_kv = pos->ne[0] - n_ring;
     int32_t * of_token = (int32_t *) pos->data + n_stream*pos->ne[0];
     for (int64_t s = 0; s < n_stream; s++) {
         const auto & cells = v_cells[sinfo.s0 + s];
         int32_t * row = (int32_t *) pos->data + s*pos->ne[0];
-        for (int64_t i = 0; i < pos->ne[0]; i++) {
+        for (int64_t i = 0; i < n_kv; i++) {
             row[i] = cells.is_empty(i) ? 0 : cells.pos_get(i);
+        }
+        if (window) {
+            window->positions(sinfo.s0 + s, row + n_kv, n_ring);
         }
         for (const uint32_t i : sinfo.idxs[s]) {
             *of_token++ = cells.pos_get(i);
@@ -169,7 +183,7 @@ bool llama_kv_cache_context::kvq_omits_key_bias(int32_t il) const {
 }
 
 ggml_tensor * llama_kv_cache_context::kvq_build_input_pos(ggml_context * ctx) const {
-    return kv->kvq_build_input_pos(ctx, n_kv, sinfos[i_cur]);
+    return kv->kvq_build_input_pos(ctx, n_kv + n_ring, sinfos[i_cur]);
 }
 
 void llama_kv_cache_context::kvq_set_input_pos(ggml_tensor * pos) const {

@@ -19,13 +19,17 @@
 #include <stdexcept>
 #include <thread>
 
-// set by the context for the caches that it creates
-static thread_local bool g_off = false;
-static thread_local const llama_cparams * g_cparams = nullptr;
+static thread_local kvq_request g_request;
 
-void kvq_begin(bool off, const llama_cparams & cparams) {
-    g_off     = off;
-    g_cparams = &cparams;
+void kvq_begin(const llama_context_params & params, const llama_cparams & cparams) {
+    if (params.kv_sink < -1 || params.kv_recent < -1) {
+        throw std::runtime_error(format("kv_sink and kv_recent are numbers of tokens, or -1 for the default, not %d and %d", params.kv_sink, params.kv_recent));
+    }
+    g_request = { params.kvq_off, params.kv_sink, params.kv_recent, &cparams };
+}
+
+const kvq_request & kvq_current() {
+    return g_request;
 }
 
 bool kvq_invert(const std::vector<double> & matrix, int64_t n, std::vector<double> & inverse) {
@@ -143,9 +147,8 @@ static void parallel(int64_t n, const std::function<void(int64_t)> & work) {
     }
 }
 
-// attention builders of their own, which call no hook of ours
-static bool has_hooks(llm_arch arch) {
-    switch (arch) {
+bool kvq_has_hooks(const llama_model & model) {
+    switch (model.arch) {
         case LLM_ARCH_DEEPSEEK32: case LLM_ARCH_DEEPSEEK4: case LLM_ARCH_GLM_DSA: case LLM_ARCH_GLM5_NEXT: case LLM_ARCH_DOTS3NOTE:
         case LLM_ARCH_HY_V4: case LLM_ARCH_MINIMAX_M3: case LLM_ARCH_QWEN4EXP: case LLM_ARCH_DFLASH:
             return false;
@@ -207,11 +210,11 @@ void llama_kv_cache::kvq_load() {
         }
     }
     const bool tiered = std::any_of(ours.begin(), ours.end(), [&](size_t i) { return kvq_code(layers[i].k->type) == KVQ_TIERED; });
-    if (tiered && (hparams.is_mla() || !has_hooks(model.arch))) {
+    if (tiered && (hparams.is_mla() || !kvq_has_hooks(model))) {
         throw std::runtime_error(format("cache type oscar2 needs calibrated keys, which the attention of %s cannot have; use turbo3 or turbo4",
             llm_arch_name(model.arch)));
     }
-    if (tiered && g_off) {
+    if (tiered && g_request.off) {
         throw std::runtime_error("cache type oscar2 needs calibrated keys, and kvq is off; leave it at auto, or use turbo2");
     }
     if (ours.empty() || hparams.is_mla()) {
@@ -225,13 +228,13 @@ void llama_kv_cache::kvq_load() {
         if (kvq_model_key_bias(model, il)) {
             has_bias = true;
             if (transforms->bias_stays.empty()) {
-                transforms->bias_stays = g_off ? KVQ_OFF : kvq_bias_obstacle(model, *g_cparams, il, false, layers[i].k->type, layers[i].v->type);
+                transforms->bias_stays = g_request.off ? KVQ_OFF : kvq_bias_obstacle(model, *g_request.cparams, il, false, layers[i].k->type, layers[i].v->type);
             }
         } else if (model.layers[il].wqkv_b) {
             transforms->bias_stays = "it is fused with that of queries and values";
         }
     }
-    if (g_off || !has_hooks(model.arch)) {
+    if (g_request.off || !kvq_has_hooks(model)) {
         return;
     }
     const kvq_metadata metadata(model);
@@ -243,7 +246,7 @@ void llama_kv_cache::kvq_load() {
         obstacle = "";
         for (const size_t i : ours) {
             if (obstacle.empty()) {
-                obstacle = kvq_bias_obstacle(model, *g_cparams, layers[i].il, true, layers[i].k->type, layers[i].v->type);
+                obstacle = kvq_bias_obstacle(model, *g_request.cparams, layers[i].il, true, layers[i].k->type, layers[i].v->type);
             }
         }
         if (obstacle.empty()) {
@@ -297,7 +300,7 @@ void llama_kv_cache::kvq_load() {
             t.bias  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
             t.hash ^= 0x9E3779B1u;
             if (!transforms->trig) {
-                transforms->rope = kvq_rope(model, *g_cparams, il);
+                transforms->rope = kvq_rope(model, *g_request.cparams, il);
                 transforms->trig = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, hparams.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS);
             }
         }

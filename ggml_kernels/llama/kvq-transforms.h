@@ -35,5 +35,17 @@ struct kvq_transforms {
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
 };
 
+// what the context that is being made asks of its caches; cparams is null before the first one
+struct kvq_request {
+    bool off = false;                // llama_context_params.kvq_off
+    int32_t sink = -1, recent = -1;  // .kv_sink, .kv_recent
+    const llama_cparams * cparams = nullptr;
+};
+
+const kvq_request & kvq_current();
+
+// false for attention builders of their own, which call no hook of ours
+bool kvq_has_hooks(const llama_model & model);
+
 // inverse of a row-major [n, n] matrix, false when it is singular
 bool kvq_invert(const std::vector<double> & matrix, int64_t n, std::vector<double> & inverse);

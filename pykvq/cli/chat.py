@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pykvq.cli.errors import InputError
-from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name
+from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name, window_options
 from pykvq.cli.output import Output, common
 
 
@@ -68,6 +68,7 @@ def prompts(out: Output):
 @common
 @model_argument
 @click.option("--kv-type", type=KvType(), default="turbo3", show_default=True, help="Cache type, or K,V.")
+@window_options
 @click.option("--ctx", type=click.IntRange(256), default=4096, show_default=True, help="Context size in tokens.")
 @click.option("--system", help="System prompt.")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, help="Longest answer.")
@@ -75,7 +76,7 @@ def prompts(out: Output):
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
 @click.option("--threads", type=click.IntRange(1, 512), help="CPU threads. Default: all cores.")
 @click.option("--gpu-layers", type=click.IntRange(-1), default=0, show_default=True, help="Layers on the GPU; -1: all.")
-def chat(out: Output, model: Path | None, kv_type: tuple[str, str], ctx: int, system: str | None, max_tokens: int, temperature: float,
+def chat(out: Output, model: Path | None, kv_type: tuple[str, str], window: dict, ctx: int, system: str | None, max_tokens: int, temperature: float,
          seed: int, threads: int | None, gpu_layers: int) -> None:
     """Talk to a model through a compressed cache.
 
@@ -93,7 +94,8 @@ def chat(out: Output, model: Path | None, kv_type: tuple[str, str], ctx: int, sy
     from pykvq.engine import quiet_log
     quiet_log()
     check_input(out, path, [kv_type], ctx, gpu_layers)
-    llm = Llama(str(path), kv_type=kv_type, n_ctx=ctx, seed=seed, n_threads=threads or os.cpu_count(), n_gpu_layers=gpu_layers, verbose=False)
+    llm = Llama(str(path), kv_type=kv_type, **window, n_ctx=ctx, seed=seed, n_threads=threads or os.cpu_count(), n_gpu_layers=gpu_layers,
+                verbose=False)
     info = llm.kv_cache_info()
     out.note(f"{path.name}, {pair_name(kv_type)}, context {ctx}: {info}")
     conversation, asked = Conversation(llm, system, max_tokens, temperature), 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name
+from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name, window_options
 from pykvq.cli.output import Output, common, mebibytes, table
 
 DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q4_0")
@@ -18,13 +18,14 @@ PROMPT = "Explain in three sentences why the sky is blue."
 @model_argument
 @click.option("--kv-type", "kv_types", type=KvType(), multiple=True,
               help=f"Cache type to compare with f16, or K,V; may be given several times. Default: {', '.join(DEFAULT_TYPES)}.")
+@window_options
 @click.option("--prompt", default=PROMPT, show_default=True, help="What the model is asked.")
 @click.option("--ctx", type=click.IntRange(512), default=8192, show_default=True, help="Context size for which the cache bytes are given.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of the answer.")
 @click.option("--depth", type=click.IntRange(0), default=2048, show_default=True, help="Cached tokens at which decode speed is measured.")
 @click.option("--threads", type=click.IntRange(1, 512), help="CPU threads. Default: all cores.")
 @click.option("--gpu-layers", type=click.IntRange(0), default=0, show_default=True, help="Layers on the GPU.")
-def compare(out: Output, model: Path | None, kv_types: tuple, prompt: str, ctx: int, max_tokens: int, depth: int, threads: int | None,
+def compare(out: Output, model: Path | None, kv_types: tuple, window: dict, prompt: str, ctx: int, max_tokens: int, depth: int, threads: int | None,
             gpu_layers: int) -> None:
     """Run the same prompt through an f16 cache and through other types, side by side.
 
@@ -41,7 +42,7 @@ def compare(out: Output, model: Path | None, kv_types: tuple, prompt: str, ctx: 
     with Model(path, gpu_layers) as loaded, out.progress(comparison.steps(pairs)) as step:
         out.note(f"{loaded.header.name}, context {ctx}, decode speed at depth {depth}")
         results = comparison.compare(loaded, loaded.chat_tokens(prompt), pairs, n_ctx=ctx, max_tokens=max_tokens, depth=depth, threads=threads,
-                                     step=step)
+                                     window=window, step=step)
     base = results[0]
     rows = [(pair_name(r.kv_type), mebibytes(r.bytes), f"{r.bytes_f16 / r.bytes:.2f}x", f"{r.tokens_per_second:.1f}",
              f"{r.tokens_per_second / base.tokens_per_second:.2f}", "" if r.kl_answer is None else f"{r.kl_answer:.4f}", f"{r.kl_text:.4f}")

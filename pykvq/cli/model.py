@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
 
 import click
@@ -12,6 +13,16 @@ from pykvq.cli.output import Output
 from pykvq.support import VALID_NAMES, type_id
 
 model_argument = click.argument("model", required=False, type=click.Path(path_type=Path))
+
+
+def window_options(command):
+    """--kv-sink and --kv-recent, gathered into one argument `window` as Context and Llama take them."""
+    @click.option("--kv-sink", type=click.IntRange(0), help="First tokens that the cache also keeps in f16. Default: the type's own.")
+    @click.option("--kv-recent", type=click.IntRange(0), help="Last tokens that the cache also keeps in f16. Default: the type's own.")
+    @wraps(command)
+    def wrapped(*args, kv_sink, kv_recent, **kwargs):
+        return command(*args, window={"kv_sink": kv_sink, "kv_recent": kv_recent}, **kwargs)
+    return wrapped
 
 
 class KvType(click.ParamType):

@@ -180,7 +180,8 @@ def test_chat_reads_prompts_line_by_line_and_tells_memory(run, smollm2):
 
 
 def test_chat_as_json_lines(run, smollm2):
-    result = run("chat", smollm2, "--json", "--quiet", "--kv-type", "turbo4,turbo2", "--ctx", 512, "--max-tokens", 8, stdin="One.\nTwo.\n")
+    result = run("chat", smollm2, "--json", "--quiet", "--kv-type", "turbo4,turbo2", "--kv-sink", 0, "--kv-recent", 0, "--ctx", 512,
+                 "--max-tokens", 8, stdin="One.\nTwo.\n")
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert result.exit_code == 0 and result.stderr == ""
     assert [r["prompt"] for r in rows] == ["One.", "Two."] and all(r["answer"] for r in rows)
@@ -242,7 +243,7 @@ def test_gpu_layers_without_a_gpu_are_told(run, smollm2):
 
 def test_compare_as_json(run, smollm2):
     result = run("compare", smollm2, "--json", "--quiet", "--ctx", 512, "--max-tokens", 12, "--depth", 64,
-                 "--kv-type", "turbo4", "--kv-type", "turbo3,turbo2")
+                 "--kv-type", "turbo4", "--kv-type", "turbo3,turbo2", "--kv-sink", 0, "--kv-recent", 0)
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     f16, turbo4, mixed = report["results"]
@@ -255,7 +256,7 @@ def test_compare_as_json(run, smollm2):
 
 def test_compare_prints_a_table_without_colour(run, smollm2, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    result = run("compare", smollm2, "--ctx", 512, "--max-tokens", 4, "--depth", 16, "--kv-type", "turbo2")
+    result = run("compare", smollm2, "--ctx", 512, "--max-tokens", 4, "--depth", 16, "--kv-type", "turbo2", "--kv-sink", 0, "--kv-recent", 0)
     assert result.exit_code == 0 and "\x1b" not in result.output
     assert "turbo2" in result.stdout and "7.11x" in result.stdout and "answers (greedy)" in result.stdout
 

@@ -41,6 +41,12 @@ static const std::vector<type_info> cache_types = {
 #undef ENTRY
 };
 
+static const std::vector<type_info> window_types = {
+#define ENTRY(E, F, NAME, N, BYTES) { GGML_TYPE_##E, 16, N },
+    KVQ_FOR_EACH_WINDOW_TYPE(ENTRY)
+#undef ENTRY
+};
+
 static const std::vector<type_info> activation_types = {
 #define ENTRY(E, F, NAME, N, BYTES) { GGML_TYPE_##E, 8, N },
     KVQ_FOR_EACH_ACTIVATION_TYPE(ENTRY)
@@ -159,7 +165,7 @@ enum mask_kind { NO_MASK, CAUSAL, WINDOW, SCATTERED, MASK_KINDS };
 
 struct attention {
     ggml_type k_type, v_type;
-    int dk, dv, heads_kv, group, batch, n_kv, seqs;
+    int dk, dv, heads_kv, group, batch, n_kv, n_ring, seqs;
     int mask;                 // mask_kind
     int mask_heads;           // 1 or all
     bool sinks, alibi, softcap, v_is_k;
@@ -167,8 +173,8 @@ struct attention {
 
     std::string name() const {
         char s[256];
-        snprintf(s, sizeof(s), "k=%s v=%s d=%d/%d heads=%dx%d batch=%d kv=%d seqs=%d mask=%d/%d sinks=%d alibi=%d softcap=%d view=%d threads=%d",
-                 ggml_type_name(k_type), ggml_type_name(v_type), dk, dv, heads_kv, group, batch, n_kv, seqs, mask, mask_heads,
+        snprintf(s, sizeof(s), "k=%s v=%s d=%d/%d heads=%dx%d batch=%d kv=%d+%d seqs=%d mask=%d/%d sinks=%d alibi=%d softcap=%d view=%d threads=%d",
+                 ggml_type_name(k_type), ggml_type_name(v_type), dk, dv, heads_kv, group, batch, n_kv, n_ring, seqs, mask, mask_heads,
                  sinks, alibi, softcap, v_is_k, threads);
         return s;
     }
@@ -207,7 +213,7 @@ static std::vector<float> row_of(const ggml_tensor * t, int64_t i1, int64_t i2, 
 struct built {
     ggml_context * ctx;
     ggml_cgraph * graph;
-    ggml_tensor * q, * k, * v, * mask, * sinks, * out;
+    ggml_tensor * q, * k, * v, * mask, * k16, * v16, * mask16, * sinks, * out;
 };
 
 static ggml_tensor * cache_view(ggml_context * ctx, ggml_type type, int d, int heads, int n_kv, int seqs, int64_t distinct = INT64_MAX) {
@@ -217,8 +223,15 @@ static ggml_tensor * cache_view(ggml_context * ctx, ggml_type type, int d, int h
     return ggml_view_4d(ctx, t, d, n_kv, heads, seqs, row*heads, row, row*heads*n_kv, 0);
 }
 
+static void set_window(ggml_tensor * attention, ggml_tensor * k16, ggml_tensor * v16, ggml_tensor * mask16) {
+    attention->src[9]  = k16;
+    attention->src[10] = v16;
+    attention->src[11] = mask16;
+}
+
 static built build(const attention & c) {
-    const size_t floats = (size_t) c.seqs*((size_t) c.n_kv*c.heads_kv*(c.dk + c.dv) + (size_t) c.batch*c.heads_kv*c.group*(c.dk + c.dv + c.n_kv));
+    const size_t rows   = c.n_kv + c.n_ring;
+    const size_t floats = (size_t) c.seqs*(rows*c.heads_kv*(c.dk + c.dv) + (size_t) c.batch*c.heads_kv*c.group*(c.dk + c.dv + rows));
     ggml_init_params params = { floats*8 + (16u << 20), nullptr, false };
     built b = {};
     b.ctx = ggml_init(params);
@@ -250,6 +263,15 @@ static built build(const attention & c) {
         b.sinks = ggml_new_tensor_1d(b.ctx, GGML_TYPE_F32, heads);
         fill(b.sinks, 1.0f);
         ggml_flash_attn_ext_add_sinks(b.out, b.sinks);
+    }
+    if (c.n_ring) {
+        b.k16    = cache_view(b.ctx, kvq_window_type(c.k_type), c.dk, c.heads_kv, c.n_ring, c.seqs);
+        b.v16    = cache_view(b.ctx, kvq_window_type(c.v_type), c.dv, c.heads_kv, c.n_ring, c.seqs);
+        b.mask16 = ggml_new_tensor_4d(b.ctx, GGML_TYPE_F16, c.n_ring, c.batch, 1, c.seqs);
+        for (int64_t i = 0; i < ggml_nelements(b.mask16); i++) {
+            ((ggml_fp16_t *) b.mask16->data)[i] = ggml_fp32_to_fp16(pick(3) == 0 ? -INFINITY : c.alibi ? -0.1f*pick(100) : 0.0f);
+        }
+        set_window(b.out, b.k16, b.v16, b.mask16);
     }
     b.graph = ggml_new_graph(b.ctx);
     ggml_build_forward_expand(b.graph, b.out);
@@ -292,25 +314,31 @@ static std::vector<double> attention_in_double(const attention & c, const built 
     std::vector<double> out((size_t) c.dv*heads*c.batch*c.seqs);
     for (int s = 0; s < c.seqs; s++) {
         for (int hk = 0; hk < c.heads_kv; hk++) {
-            std::vector<std::vector<float>> k(c.n_kv), v(c.n_kv);
-            for (int t = 0; t < c.n_kv; t++) {
-                k[t] = row_of(b.k, t, hk, s, c.dk);
-                if (!c.v_is_k) { v[t] = row_of(b.v, t, hk, s, c.dv); }
+            const int n = c.n_kv + c.n_ring;
+            std::vector<std::vector<float>> k(n), v(n);
+            for (int t = 0; t < n; t++) {
+                const int row = t < c.n_kv ? t : t - c.n_kv;
+                k[t] = row_of(t < c.n_kv ? b.k : b.k16, row, hk, s, c.dk);
+                if (!c.v_is_k) { v[t] = row_of(t < c.n_kv ? b.v : b.v16, row, hk, s, c.dv); }
             }
             for (int h = hk*c.group; h < (hk + 1)*c.group; h++) {
                 const int log2 = 1 << (int) std::floor(std::log2(heads));
                 const double slope = !c.alibi ? 1.0 : h < log2 ? std::pow(2.0, -8.0/log2*(h + 1)) : std::pow(2.0, -4.0/log2*(2*(h - log2) + 1));
                 for (int i = 0; i < c.batch; i++) {
-                    std::vector<float> q = row_of(b.q, i, h, s, c.dk);
-                    if (int8_query && kvq_is_cache_type(c.k_type)) { q = seen_query(q, c.k_type); }
-                    std::vector<double> logit(c.n_kv);
+                    const std::vector<float> plain = row_of(b.q, i, h, s, c.dk);
+                    const std::vector<float> packed = int8_query && kvq_is_cache_type(c.k_type) ? seen_query(plain, c.k_type) : plain;
+                    std::vector<double> logit(n);
                     double top = b.sinks ? ((const float *) b.sinks->data)[h] : -INFINITY;
-                    for (int t = 0; t < c.n_kv; t++) {
+                    for (int t = 0; t < n; t++) {
+                        const std::vector<float> & q = t < c.n_kv ? packed : plain;
                         double dot = 0.0;
                         for (int e = 0; e < c.dk; e++) { dot += (double) q[e]*k[t][e]; }
                         dot /= std::sqrt((double) c.dk);
                         if (c.softcap) { dot = 10.0*std::tanh(dot/10.0); }
-                        if (b.mask) {
+                        if (t >= c.n_kv) {
+                            const char * m = (const char *) b.mask16->data + i*b.mask16->nb[1] + s*b.mask16->nb[3];
+                            dot += slope*ggml_fp16_to_fp32(((const ggml_fp16_t *) m)[t - c.n_kv]);
+                        } else if (b.mask) {
                             const char * m = (const char *) b.mask->data + i*b.mask->nb[1] + h % b.mask->ne[2]*b.mask->nb[2] + s % b.mask->ne[3]*b.mask->nb[3];
                             dot += slope*ggml_fp16_to_fp32(((const ggml_fp16_t *) m)[t]);
                         }
@@ -319,7 +347,7 @@ static std::vector<double> attention_in_double(const attention & c, const built 
                     }
                     double total = b.sinks ? std::exp(((const float *) b.sinks->data)[h] - top) : 0.0;
                     double * o = out.data() + (size_t) c.dv*(h + heads*((size_t) i + (size_t) c.batch*s));
-                    for (int t = 0; t < c.n_kv && top > -INFINITY; t++) {
+                    for (int t = 0; t < n && top > -INFINITY; t++) {
                         const double w = std::exp(logit[t] - top);
                         total += w;
                         const std::vector<float> & x = c.v_is_k ? k[t] : v[t];
@@ -384,6 +412,7 @@ static attention random_case() {
     c.group    = one_of<int>({ 1, 2, 3, 4, 5, 6, 7, 8, 12, 16 });
     c.batch    = one_of<int>({ 1, 1, 2, 3, 8, 17, 64 });
     c.n_kv     = one_of<int>({ 1, 5, 33, 64, 256, 577 });
+    c.n_ring   = pick(3) == 0 ? one_of<int>({ 1, 64, 130, 600 }) : 0;
     c.seqs     = 1 + pick(2);
     c.mask     = pick(MASK_KINDS);
     c.alibi    = c.mask != NO_MASK && pick(4) == 0;
@@ -402,11 +431,12 @@ static bool settle(attention & c) {
     if (c.dk % ggml_blck_size(c.k_type) || c.dv % ggml_blck_size(c.v_type)) {
         return false;
     }
-    while ((double) c.batch*c.n_kv*c.heads_kv*c.group*c.seqs*(c.dk + c.dv) > (quick ? 1e6 : 2e7)) {
+    while ((double) c.batch*(c.n_kv + c.n_ring)*c.heads_kv*c.group*c.seqs*(c.dk + c.dv) > (quick ? 1e6 : 2e7)) {
         if      (c.heads_kv > 1) { c.heads_kv--; }
         else if (c.seqs > 1)     { c.seqs--; }
         else if (c.batch > 17)   { c.batch = 17; }
         else if (c.n_kv > 256)   { c.n_kv = 256; }
+        else if (c.n_ring > 130) { c.n_ring = 130; }
         else if (c.batch > 3)    { c.batch = 3; }
         else                     { break; }
     }
@@ -434,6 +464,7 @@ static int test_all_attention(int cases, int threads) {
                 c.k_type = k; c.v_type = v; c.dk = s[0]; c.dv = s[1];
                 if (c.dk == 576) { c.heads_kv = 1; }
                 c.v_is_k = c.dk == 576 && k == v;
+                c.n_ring = c.v_is_k ? 0 : c.n_ring;
                 test(c);
             }
         }
@@ -462,7 +493,7 @@ static int test_all_attention(int cases, int threads) {
 // a stale block that is not finite, in a cell that the mask hides
 static void test_hidden_nan() {
     attention c = random_case();
-    c.dk = c.dv = 64; c.heads_kv = 1; c.group = 3; c.batch = 1; c.n_kv = 70; c.seqs = 1; c.mask = CAUSAL; c.mask_heads = 1;
+    c.dk = c.dv = 64; c.heads_kv = 1; c.group = 3; c.batch = 1; c.n_kv = 70; c.n_ring = 70; c.seqs = 1; c.mask = CAUSAL; c.mask_heads = 1;
     c.sinks = c.alibi = c.softcap = false; c.threads = 2;
     for (ggml_type k : { GGML_TYPE_F16, GGML_TYPE_TURBO3_64, GGML_TYPE_OSCAR2_64 }) {
         for (ggml_type v : { GGML_TYPE_F16, GGML_TYPE_TURBO3_64 }) {
@@ -476,6 +507,9 @@ static void test_hidden_nan() {
                     ((ggml_fp16_t *) b.mask->data)[t] = ggml_fp32_to_fp16(-INFINITY);
                     memset((char *) b.k->data + t*b.k->nb[1], 0xFF, ggml_row_size(k, c.dk));
                     memset((char *) b.v->data + t*b.v->nb[1], 0xFF, ggml_row_size(v, c.dv));
+                    ((ggml_fp16_t *) b.mask16->data)[t] = ggml_fp32_to_fp16(-INFINITY);
+                    memset((char *) b.k16->data + t*b.k16->nb[1], 0xFF, b.k16->nb[1]);
+                    memset((char *) b.v16->data + t*b.v16->nb[1], 0xFF, b.v16->nb[1]);
                 }
             }
             for (bool ref : { false, true }) {
@@ -501,7 +535,7 @@ static void test_batch_invariance() {
             c.dk = c.dv = one_of<int>({ 64, 96, 128, 256 });
             c.k_type = kvq_type_for_head(k_family, c.dk);
             c.v_type = kvq_type_for_head(v_family, c.dv);
-            c.heads_kv = 2; c.group = one_of<int>({ 1, 3, 4, 7 }); c.batch = 17; c.n_kv = quick ? 700 : 1300; c.seqs = 1; c.mask_heads = 1;
+            c.heads_kv = 2; c.group = one_of<int>({ 1, 3, 4, 7 }); c.batch = 17; c.n_kv = quick ? 700 : 1300; c.n_ring = pick(2) ? 130 : 0; c.seqs = 1; c.mask_heads = 1;
             c.mask = one_of<int>({ CAUSAL, WINDOW, SCATTERED });
             c.threads = 1;
             const built b = build(c);
@@ -528,6 +562,10 @@ static void test_batch_invariance() {
                 built one = b;
                 one.out = ggml_flash_attn_ext(ctx, q, b.k, b.v, mask, 1.0f/std::sqrt((float) c.dk), c.alibi ? 8.0f : 0.0f, c.softcap ? 10.0f : 0.0f);
                 if (b.sinks) { ggml_flash_attn_ext_add_sinks(one.out, b.sinks); }
+                if (b.k16) {
+                    set_window(one.out, b.k16, b.v16, ggml_view_4d(ctx, b.mask16, c.n_ring, 1, 1, 1, b.mask16->nb[1], b.mask16->nb[2], b.mask16->nb[3],
+                        i*b.mask16->nb[1]));
+                }
                 one.graph = ggml_new_graph(ctx);
                 ggml_build_forward_expand(one.graph, one.out);
                 for (int threads : { 1, 2 }) {
@@ -644,8 +682,9 @@ int main(int argc, char ** argv) {
         return 0;
     }
     for (const type_info & t : cache_types)      { test_quantize(t); test_vec_dot(t); }
+    for (const type_info & t : window_types)     { test_quantize(t); }
     for (const type_info & t : activation_types) { test_quantize(t); }
-    printf("rows: %zu types\n", cache_types.size() + activation_types.size());
+    printf("rows: %zu types\n", cache_types.size() + window_types.size() + activation_types.size());
     test_hidden_nan();
     test_batch_invariance();
     const int run = test_all_attention(cases, threads);

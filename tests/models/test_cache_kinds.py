@@ -46,7 +46,7 @@ def open_context(name, model, text):
 
     def make(kv_type, **options):
         encoder = name == "encoder-decoder"
-        made.append(Context(model, 512, (kv_type, "f16") if encoder else kv_type, threads=2, **options))
+        made.append(Context(model, 512, (kv_type, "f16") if encoder else kv_type, threads=2, kv_sink=0, kv_recent=0, **options))
         if encoder:
             made[-1].encode(text[:64])
         return made[-1]

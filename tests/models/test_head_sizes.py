@@ -10,7 +10,7 @@ ERROR = {"turbo2": 0.6, "turbo3": 0.35, "turbo4": 0.2}      # relative, of the l
 
 def logits(model, kv_type, **options):
     """One batch of 70, then token by token; float32 [90, n_vocab]."""
-    with Context(model, 256, kv_type, threads=2, **options) as context:
+    with Context(model, 256, kv_type, threads=2, kv_sink=0, kv_recent=0, **options) as context:
         rows = [context.decode(TOKENS[:70], 0, logits="all")]
         return np.concatenate(rows + [context.decode(TOKENS[i:i + 1], i) for i in range(70, len(TOKENS))])
 

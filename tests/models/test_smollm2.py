@@ -28,11 +28,11 @@ def text(model):
 
 @pytest.fixture
 def open_context(model):
-    """open_context(kv_type, ...) with everything closed at the end of the test."""
+    """open_context(kv_type, ...) with everything closed at the end of the test; no f16 window, which test_windows.py tests."""
     made = []
 
     def make(kv_type, n_ctx=512, **options):
-        made.append(Context(model, n_ctx, kv_type, **{"threads": 2, **options}))
+        made.append(Context(model, n_ctx, kv_type, **{"threads": 2, "kv_sink": 0, "kv_recent": 0, **options}))
         return made[-1]
     yield make
     for context in made:
@@ -68,7 +68,7 @@ def divergence(model, text, f16):
 
     def measure(pair):
         if pair not in known:
-            with Context(model, 512, pair, threads=2) as context:
+            with Context(model, 512, pair, threads=2, kv_sink=0, kv_recent=0) as context:
                 known[pair] = tuple(kl_divergence(a, b).mean() for a, b in zip(f16, both_ways(context, text)))
         return known[pair]
     return measure

@@ -166,6 +166,25 @@ def test_draft_model_with_its_own_cache_type_changes_nothing(server, start, smol
     assert answer.model_extra["timings"]["draft_n"] > 0
 
 
+def test_f16_window(start, tmp_path):
+    """Two slots of a 2-bit cache: the window survives a slot file and a context shift, and the answers are right with it."""
+    windowed = start("--cache-type-k", "turbo2", "--cache-type-v", "turbo2", "--kv-sink", "16", "--kv-recent", "64", "--parallel", "2", "--ctx-size",
+                     "1024", "--no-kv-unified", "--ubatch-size", "64", "--context-shift", "--slot-save-path", f"{tmp_path}/", "--verbosity", "4")
+    assert "16 sinks and 64 recent tokens also in f16" in windowed.log.read_text()
+    assert "Paris" in ask(windowed.client(), PROMPTS[0])
+    prompt = "The quick brown fox jumps over the lazy dog. " * 8 + "The quick brown"
+    first = completion(windowed, 1, prompt)
+    windowed.request("POST", "/slots/1?action=save", {"filename": "fox.bin"})
+    windowed.request("POST", "/slots/1?action=erase", {})
+    assert windowed.request("POST", "/slots/1?action=restore", {"filename": "fox.bin"})["n_restored"] > 80
+    again = completion(windowed, 1, prompt)
+    assert again["content"] == first["content"] and again["timings"]["prompt_n"] <= 16
+    body = {"prompt": "one two three four five six seven " * 66, "n_predict": 120, "temperature": 0, "id_slot": 0, "ignore_eos": True}
+    shifted = windowed.request("POST", "/completion", body)
+    assert shifted["tokens_predicted"] == 120 and shifted["tokens_evaluated"] + 120 > 512
+    assert completion(windowed, 1, prompt)["content"] == first["content"]       # the other slot is as it was
+
+
 @pytest.mark.parametrize("arguments, words", [
     (("--cache-type-k", "turbo5"), "unknown cache type 'turbo5'; valid: turbo2, turbo3, turbo4"),
     (("--cache-type-v", "turbo3", "--flash-attn", "off"), "needs flash attention"),
