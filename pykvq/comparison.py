@@ -11,7 +11,7 @@ import numpy as np
 from pykvq.engine import Context, Model, kl_divergence
 from pykvq.speed import decode_speeds
 
-CONTEXT_TOKENS, SCORED_TOKENS = 256, 192         # of the bundled text: read first, then scored
+CONTEXT_TOKENS, SCORED_TOKENS = 640, 192         # of the bundled text: read first, or what fits, then scored; beyond every default window
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ def forced(context: Context, prompt: Sequence[int], answer: Sequence[int]) -> np
     return np.concatenate(rows)[:len(answer)]
 
 
-def text_logits(context: Context, tokens: Sequence[int]) -> np.ndarray:
+def text_logits(context: Context, tokens: Sequence[int], n_ctx: int) -> np.ndarray:
     """Logits over the scored part of the bundled text."""
     context.clear()
-    context.decode(tokens[:CONTEXT_TOKENS], 0, logits="none")
-    return context.decode(tokens[CONTEXT_TOKENS:CONTEXT_TOKENS + SCORED_TOKENS], CONTEXT_TOKENS, logits="all")
+    read = min(CONTEXT_TOKENS, n_ctx - SCORED_TOKENS)
+    context.decode(tokens[:read], 0, logits="none")
+    return context.decode(tokens[read:read + SCORED_TOKENS], read, logits="all")
 
 
 def compare(model: Model, prompt: Sequence[int], kv_types: Sequence[tuple[str, str]], *, n_ctx: int, max_tokens: int, depth: int,
@@ -81,9 +82,9 @@ def compare(model: Model, prompt: Sequence[int], kv_types: Sequence[tuple[str, s
 
     Raises ValueError when prompt and answer, or the depth, do not fit n_ctx, and what Context raises.
     """
-    if len(prompt) + max_tokens > n_ctx or depth + 32 > n_ctx or CONTEXT_TOKENS + SCORED_TOKENS > n_ctx:
+    if len(prompt) + max_tokens > n_ctx or depth + 32 > n_ctx or 2 * SCORED_TOKENS > n_ctx:
         raise ValueError(f"a context of {n_ctx} is too small for this prompt ({len(prompt)} tokens), answer ({max_tokens}), depth ({depth}) "
-                         f"and text ({CONTEXT_TOKENS + SCORED_TOKENS}); raise --ctx")
+                         f"and text ({2 * SCORED_TOKENS}); raise --ctx")
     text, pairs = model.tokenize(passage()), [("f16", "f16"), *kv_types]
     window = window or {}
     reference, partial = None, {}
@@ -91,7 +92,7 @@ def compare(model: Model, prompt: Sequence[int], kv_types: Sequence[tuple[str, s
         step(f"{'/'.join(pair)}: answer and text")
         with Context(model, n_ctx, pair, threads=threads, **window) as context:
             answer, logits = greedy(context, prompt, max_tokens)
-            scored = text_logits(context, text)
+            scored = text_logits(context, text, n_ctx)
             if reference is None:
                 reference = _Reference(answer, logits, scored)
             ours = logits if pair == pairs[0] else forced(context, prompt, reference.answer)

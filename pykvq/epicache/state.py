@@ -66,7 +66,7 @@ class SequenceState:
             raise StateError("V is transposed, as without flash attention")
         keys = tuple(at.rows(cells) for _ in range(layers))
         values = tuple(at.rows(cells) for _ in range(layers))
-        if at.left:
+        if at.left and not at.windowed:          # f16 copies of sinks and recent tokens (docs/windows.md) are left out
             raise StateError(f"{at.left} bytes after the values of the last layer: another kind of cache, or a newer layout")
         return cls(meta["pos"].astype(np.int32), keys, values)
 
@@ -108,6 +108,7 @@ class _Cursor:
 
     def __init__(self, data: bytes):
         self.data, self.at = np.frombuffer(data, np.uint8), 0
+        self.windowed = False                    # the type of some rows says that f16 copies follow
 
     @property
     def left(self) -> int:
@@ -124,4 +125,5 @@ class _Cursor:
 
     def rows(self, cells: int) -> Rows:
         type_, size = self.unpack("<iQ")
-        return Rows(type_, self.array(cells * size).reshape(cells, size))
+        self.windowed = self.windowed or type_ < 0
+        return Rows(type_ & 0x7FFFFFFF, self.array(cells * size).reshape(cells, size))

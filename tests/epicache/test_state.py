@@ -79,6 +79,16 @@ def test_order_of_cells_does_not_matter(context):
     np.testing.assert_allclose(after(context, turned), after(context, state), atol=2e-2, rtol=0)
 
 
+def test_f16_copies_are_left_out(tiny_model):
+    with Model(tiny_model(64)) as model, Context(model, 256, "turbo2", kv_sink=4, kv_recent=16) as windowed, \
+            Context(model, 256, "turbo2", kv_sink=0, kv_recent=0) as plain:
+        state = saved(windowed)
+        assert len(windowed.save(0)) > len(state.to_bytes())
+        plain.load(state.to_bytes(), 0)
+        assert plain.save(0) == state.to_bytes()
+        after(windowed, state)
+
+
 def test_empty(context):
     context.clear()
     state = SequenceState.parse(context.save(0))
