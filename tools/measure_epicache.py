@@ -38,7 +38,7 @@ from pykvq.engine import Context, Model, log_softmax, quiet_log                #
 from pykvq.epicache.budget import key_similarity, layer_budgets                # noqa: E402
 from pykvq.epicache.build import Builder, Plan                                 # noqa: E402
 from pykvq.epicache.embed import encoder                                       # noqa: E402
-from pykvq.epicache.memory import Keeper, Memory, Settings                     # noqa: E402
+from pykvq.epicache.memory import INSTRUCTION, Keeper, Memory, Settings                     # noqa: E402
 from pykvq.epicache.queries import QueryCapture                                # noqa: E402
 from pykvq.epicache.segment import Utterance, segments                         # noqa: E402
 
@@ -176,7 +176,7 @@ def run_epicache(model, talk, budget, args, kv_type, episodes=None):
         shared = args.shared or any(layer.key_bias == "left out" for layer in context.info())
         ran = []
         builder = Builder(context, capture, Plan(budget, block, layers, shared=shared), ran.append)
-        keeper = Keeper(builder, encode, talk.closing, settings)
+        keeper = Keeper(builder, encode, talk.closing(INSTRUCTION), lambda text: model.tokenize(text, bos=False), settings)
         began = time.perf_counter()
         memory, _ = keeper.update(Memory(talk.prefix), talk.utterances)
         built, end = time.perf_counter() - began, len(talk.history)

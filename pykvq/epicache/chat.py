@@ -11,7 +11,7 @@ from pykvq.engine import Context, Model
 from pykvq.epicache.build import Builder, Plan
 from pykvq.epicache.embed import encoder
 from pykvq.epicache.identity import identity
-from pykvq.epicache.memory import Keeper, Memory, Settings
+from pykvq.epicache.memory import INSTRUCTION, Keeper, Memory, Settings
 from pykvq.epicache.messages import Message, Renderer, message
 from pykvq.epicache.queries import QueryCapture
 from pykvq.epicache.sampling import Sampler
@@ -71,7 +71,8 @@ class EpiCache:
         plan = Plan(budget, self.block, tuple(layer_budgets) if layer_budgets else None, recent=min(16, budget // 8), shared=shared)
         self.builder = Builder(self.context, self._capture, plan, progress)
         self.renderer = Renderer(self.model)
-        self.keeper = Keeper(self.builder, encode, lambda text: self.renderer.question(Message("user", text), []), settings)
+        opening = self.renderer.question(Message("user", INSTRUCTION), [])
+        self.keeper = Keeper(self.builder, encode, opening, lambda text: self.model.tokenize(text, bos=False), settings)
         self.conversation = Conversation()
         self.last = Turn()
         self.lock = threading.Lock()

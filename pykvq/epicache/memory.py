@@ -13,7 +13,7 @@ from pykvq.epicache.embed import Encoder
 from pykvq.epicache.merge import merged
 from pykvq.epicache.segment import Segment, Utterance, segments
 
-INSTRUCTION = "Recall the names, places, dates, events, decisions, promises and opinions of this part of our conversation:"
+INSTRUCTION = "Repeat the part of our conversation with the names, places, dates, events, decisions, promises and opinions in it."
 
 
 @dataclass
@@ -59,10 +59,12 @@ class Settings:
 
 
 class Keeper:
-    """Builds and updates memories through one Builder. prompt_tokens(text) gives the tokens of an episode's prompt."""
+    """Builds and updates memories through one Builder. opening: INSTRUCTION as a question, and the opening of its answer; tokenize: of a text."""
 
-    def __init__(self, builder: Builder, encode: Encoder, prompt_tokens: Callable[[str], list[int]], settings: Settings):
-        self.builder, self.encode, self.prompt_tokens, self.settings = builder, encode, prompt_tokens, settings
+    def __init__(self, builder: Builder, encode: Encoder, opening: list[int], tokenize: Callable[[str], list[int]], settings: Settings):
+        self.builder, self.encode, self.opening, self.tokenize, self.settings = builder, encode, opening, tokenize, settings
+        if len(opening) >= settings.prompt:
+            raise ValueError(f"the prompt of an episode may take {settings.prompt} tokens, and its instruction alone takes {len(opening)}; raise prompt")
 
     def update(self, memory: Memory, utterances: Sequence[Utterance]) -> tuple[Memory, int]:
         """A memory that holds all `utterances`, and how many episodes were (re)built; `memory` stays as it is.
@@ -113,18 +115,19 @@ class Keeper:
         return range(len(memory.episodes))
 
     def _prompt(self, memory: Memory, e: int) -> list[int]:
-        """The instruction and the windows nearest the centroid, as many as fit, in the order in which they were said."""
+        """The opening, and as the answer the windows nearest the centroid, as many as fit, in the order in which they were said.
+
+        As an answer, because a model that repeats what was said attends to where it was said (arXiv 2509.17396, its code).
+        """
         order = representatives(memory.vectors, memory.episodes[e].centroid, np.flatnonzero(memory.label == e))
-        taken: list[int] = []
-        prompt = self.prompt_tokens(INSTRUCTION)
+        room = self.settings.prompt - len(self.opening)
+        taken: dict[int, list[int]] = {}
         for i in order:
-            longer = self.prompt_tokens("\n".join([INSTRUCTION, *(memory.segments[j].text for j in sorted([*taken, i]))]))
-            if len(longer) > self.settings.prompt:
+            window = self.tokenize(memory.segments[i].text + "\n")[:room if not taken else None]
+            if len(window) > room:
                 break
-            taken, prompt = [*taken, i], longer
-        if not taken:                            # the nearest window alone is too long: its beginning
-            prompt = self.prompt_tokens(f"{INSTRUCTION}\n{memory.segments[order[0]].text}")[:self.settings.prompt]
-        return prompt
+            taken[int(i)], room = window, room - len(window)
+        return [*self.opening, *(t for i in sorted(taken) for t in taken[i])]
 
 
 def _version() -> str:

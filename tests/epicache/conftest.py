@@ -6,7 +6,7 @@ from pykvq.engine import quiet_log
 from pykvq.epicache.chat import EpiCache
 from pykvq.epicache.memory import Settings
 
-OPTIONS = {"budget": 400, "block": 200, "room": 400, "settings": Settings(prompt=150), "encoder_name": "model", "threads": 2}
+OPTIONS = {"budget": 400, "block": 200, "room": 400, "settings": Settings(prompt=250), "encoder_name": "model", "threads": 2}
 TOPICS = ["The dog likes the beach.", "Oak makes good tables.", "Lisbon is warm in May."]
 
 
