@@ -3,7 +3,7 @@ import architectures
 import pytest
 
 from pykvq.engine import quiet_log
-from pykvq.epicache.chat import EpiCache
+from pykvq.epicache.chat import Conversation, EpiCache
 from pykvq.epicache.memory import Settings
 
 OPTIONS = {"budget": 400, "block": 200, "room": 400, "settings": Settings(prompt=250), "encoder_name": "model", "threads": 2}
@@ -30,12 +30,21 @@ def make(talker):
         epicache.close()
 
 
+_TALKS = {}
+
+
 @pytest.fixture
 def grown(make):
-    """grown(n) has talked for n questions."""
+    """grown(n) has talked for n questions. The talk is held once for each n, a memory is never changed in place."""
     def build(n=14, **options):
         epicache = make(**options)
-        for i in range(n):
-            epicache.ask(f"{TOPICS[i % 3]} Remark {i}.", max_tokens=8)
+        if options or n not in _TALKS:
+            for i in range(n):
+                epicache.ask(f"{TOPICS[i % 3]} Remark {i}.", max_tokens=8)
+            if not options:
+                _TALKS[n] = epicache.conversation
+        else:
+            epicache.adopt(Conversation([], list(_TALKS[n].said), _TALKS[n].memory))
+            epicache.chat([*_TALKS[n].said[:-2], _TALKS[n].said[-2]], max_tokens=8)      # so that `last` tells of that turn
         return epicache
     return build
