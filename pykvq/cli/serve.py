@@ -46,11 +46,9 @@ def serve(out: Output, model: Path, epicache: bool, budget: int, room: int, kv_t
     with needed("uvicorn"):
         import uvicorn
 
-    from pykvq.engine import quiet_log
     from pykvq.epicache.chat import EpiCache
     from pykvq.epicache.conversations import Conversations
     from pykvq.epicache.server import create_app
-    quiet_log()
     made = EpiCache(model, budget, kv_type=kv_type, room=room, encoder_name=encoder, threads=threads, gpu_layers=gpu_layers)
     folder = store or default_store()
     conversations = Conversations(made, folder, memory_limit << 20, None if disk_limit is None else disk_limit << 20)

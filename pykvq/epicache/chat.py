@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pykvq.engine import Context, Model
+from pykvq.engine import Context, Model, quiet_log
 from pykvq.epicache.build import Builder, Plan
 from pykvq.epicache.embed import encoder
 from pykvq.epicache.identity import identity
@@ -263,6 +263,7 @@ def _model(model, gpu_layers: int) -> tuple[Model, str | tuple[str, str]]:
     if isinstance(model, Model):
         return model, "f16"
     if isinstance(model, (str, Path)):
+        quiet_log()                              # its lines are for llama.cpp's own programs; errors come as exceptions
         return Model(model, gpu_layers), "f16"
     from pykvq.support import family_of
     layer = model.kv_cache_info()[0]

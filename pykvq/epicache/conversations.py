@@ -17,6 +17,21 @@ from pykvq.epicache.store import Store
 log = logging.getLogger("pykvq.epicache")
 
 
+class Answer:
+    """Pieces of one answer. Of a complete one: id of its conversation, why a saved cache was not used, and how it came about."""
+
+    def __init__(self):
+        self.pieces: Iterator[str] = iter(())
+        self.id, self.reason, self.turn = "", None, Turn()
+
+    def __iter__(self) -> Iterator[str]:
+        return self.pieces
+
+    def close(self) -> None:
+        """Give up the rest; the conversation stays as it was."""
+        self.pieces.close()
+
+
 class Conversations:
     """Many conversations through one EpiCache. memory_limit: bytes of caches kept in the process, least recently used first out; disk_limit: of the
     store in `root`. Threads take turns: one answer at a time.
@@ -28,25 +43,25 @@ class Conversations:
         self.identity = epicache.identity()
         self._kept: OrderedDict[str, Conversation] = OrderedDict()
         self._lock = threading.Lock()            # no RLock: a streamed answer may be closed by another thread
-        self.last_id, self.last_reason, self.turn = "", None, Turn()
+        self.last = Answer()
 
-    def chat(self, messages: Sequence[Message | dict], **options) -> Iterator[str]:
-        """Pieces of the answer to a list of messages, as EpiCache.chat(stream=True); saved when it is complete.
+    def chat(self, messages: Sequence[Message | dict], **options) -> "Answer":
+        """The answer to a list of messages, with the options of EpiCache.chat; saved when it is complete."""
+        self.last = answer = Answer()
+        answer.pieces = self._pieces(answer, [message(m) for m in messages], options)
+        return answer
 
-        last_id, last_reason and turn then say which conversation it was, why a saved cache was not used, and how the answer came about.
-        """
-        messages = [message(m) for m in messages]
+    def _pieces(self, answer: "Answer", messages: list[Message], options: dict) -> Iterator[str]:
         with self._lock:
-            id, conversation, self.last_reason = self._of(messages)
-            self.last_id = id
-            if self.last_reason:
-                log.warning("conversation %s: the saved cache is not used (%s); its text is read again", id, self.last_reason)
+            answer.id, conversation, answer.reason = self._of(messages)
+            if answer.reason:
+                log.warning("conversation %s: the saved cache is not used (%s); its text is read again", answer.id, answer.reason)
             self.epicache.adopt(conversation)
             yield from self.epicache.chat(messages, stream=True, **options)
-            conversation, self.turn = self.epicache.conversation, self.epicache.last
-            self._kept[id] = conversation
-            self._kept.move_to_end(id)
-            self.store.put(id, conversation, self.identity)
+            conversation, answer.turn = self.epicache.conversation, self.epicache.last
+            self._kept[answer.id] = conversation
+            self._kept.move_to_end(answer.id)
+            self.store.put(answer.id, conversation, self.identity)
             self._make_room()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from pykvq.native import llama_commit
 
 FORMAT = 1                                # of the saved files
 _WORDS = {"format": "another file format", "model": "another model file", "fingerprint": "another model", "types": "another cache type",
-          "transforms": "other calibrated transforms", "key_bias": "another treatment of the key bias", "llama_cpp": "another llama.cpp",
+          "transforms": "other calibrated transforms", "window": "another f16 window", "key_bias": "another treatment of the key bias", "llama_cpp": "another llama.cpp",
           "pykvq": "another version of pykvq", "encoder": "another encoder", "budget": "another budget"}
 
 
@@ -24,7 +24,7 @@ def identity(context: Context, encoder: str, budget: list[int]) -> dict[str, obj
         head = hashlib.sha256(f.read(file.data_start)).hexdigest()
     layers = list(context.info())
     return {"format": FORMAT, "model": f"{head}:{file.size}", "fingerprint": fingerprint(path), "types": [[x.type_k, x.type_v] for x in layers],
-            "transforms": [x.transform for x in layers], "key_bias": sorted({x.key_bias for x in layers}), "llama_cpp": llama_commit(),
+            "transforms": [x.transform for x in layers], "window": [x.n_window for x in layers], "key_bias": sorted({x.key_bias for x in layers}), "llama_cpp": llama_commit(),
             "pykvq": pykvq.__version__, "encoder": encoder, "budget": budget}
 
 

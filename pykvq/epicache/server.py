@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from pykvq.epicache.conversations import Conversations
+from pykvq.epicache.conversations import Answer, Conversations
 from pykvq.epicache.extra import needed
 
 _KNOWN = ("max_tokens", "temperature", "top_p", "seed", "stop")
@@ -41,15 +41,15 @@ def create_app(conversations: Conversations, name: str):
     class Stream(StreamingResponse):
         """Closes the answer when the client is gone: the next one waits for it."""
 
-        def __init__(self, events: Iterator[str], pieces: Iterator[str]):
+        def __init__(self, events: Iterator[str], answer: Answer):
             super().__init__(events, media_type="text/event-stream")
-            self.pieces = pieces
+            self.answer = answer
 
         async def __call__(self, scope, receive, send) -> None:
             try:
                 await super().__call__(scope, receive, send)
             finally:
-                self.pieces.close()
+                self.answer.close()
 
     @app.exception_handler(ValueError)
     def refused(_, error: ValueError) -> JSONResponse:
@@ -69,31 +69,31 @@ def create_app(conversations: Conversations, name: str):
         messages = body.get("messages")
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             raise ValueError("messages takes a list of {role, content}")
-        pieces = conversations.chat(messages, **options(body))
-        first = next(pieces, "")                 # what is wrong with the request shows here, before a status is sent
+        answer = conversations.chat(messages, **options(body))
+        first = next(answer.pieces, "")          # what is wrong with the request shows here, before a status is sent
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if body.get("stream"):
             usage = (body.get("stream_options") or {}).get("include_usage", False)
-            return Stream(_events(conversations, head, first, pieces, usage), pieces)
-        text = first + "".join(pieces)
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": conversations.turn.finish}
-        return {**head, "object": "chat.completion", "choices": [choice], **_told(conversations)}
+            return Stream(_events(answer, head, first, usage), answer)
+        text = first + "".join(answer)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": answer.turn.finish}
+        return {**head, "object": "chat.completion", "choices": [choice], **_told(answer)}
     return app
 
 
-def _events(conversations: Conversations, head: dict, first: str, pieces: Iterator[str], usage: bool) -> Iterator[str]:
+def _events(answer: Answer, head: dict, first: str, usage: bool) -> Iterator[str]:
     """Server-sent events: the role, the pieces, the end, and the usage if asked for."""
     def event(delta: dict, finish: str | None = None, **more) -> str:
         return _event({**head, "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more})
     yield event({"role": "assistant", "content": first})
     try:
-        for piece in pieces:
+        for piece in answer:
             yield event({"content": piece})
     except Exception as error:                   # noqa: BLE001  the status is sent; the client must still see that the answer broke off
         yield _event({"error": {"message": " ".join(str(error).split()), "type": "server_error"}})
         raise
-    told = _told(conversations)
-    yield event({}, conversations.turn.finish, epicache=told["epicache"])
+    told = _told(answer)
+    yield event({}, answer.turn.finish, epicache=told["epicache"])
     if usage:
         yield _event({**head, "object": "chat.completion.chunk", "choices": [], "usage": told["usage"]})
     yield "data: [DONE]\n\n"
@@ -103,10 +103,10 @@ def _event(value: dict) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def _told(conversations: Conversations) -> dict:
+def _told(answer: Answer) -> dict:
     """usage, whose cached tokens are the cells that were found, and `epicache`: how the answer came about."""
-    turn = conversations.turn
+    turn = answer.turn
     prompt = turn.evaluated + turn.reused
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": turn.answer, "total_tokens": prompt + turn.answer,
                       "prompt_tokens_details": {"cached_tokens": turn.reused}},
-            "epicache": {"conversation": conversations.last_id, "not_restored": conversations.last_reason, **asdict(turn)}}
+            "epicache": {"conversation": answer.id, "not_restored": answer.reason, **asdict(turn)}}

@@ -137,31 +137,31 @@ def talk(conversations, messages, question):
 def test_conversations_are_told_apart_by_their_messages(make, tmp_path):
     conversations = Conversations(make(), tmp_path)
     a, b = talk(conversations, [], "I am Ann."), None
-    first = conversations.last_id
+    first = conversations.last.id
     b = talk(conversations, [], "I am Bob.")
-    assert conversations.last_id != first
+    assert conversations.last.id != first
     for i in range(12):
         a, b = talk(conversations, a, f"The dog likes the beach. {i}"), talk(conversations, b, f"Oak makes tables. {i}")
     assert len(conversations.store.entries()) == 2 and {e.messages for e in conversations.store.entries()} == {26}
     assert all(e.episodes for e in conversations.store.entries())
-    id = conversations.last_id
+    id = conversations.last.id
     again = talk(conversations, b[:-2], b[-2]["content"])                        # the last question once more
-    assert again == b and conversations.last_id == id and not conversations.epicache.last.rebuilt
+    assert again == b and conversations.last.id == id and not conversations.epicache.last.rebuilt
     talk(conversations, b[:4], "Another way.")                                  # a branch
-    assert conversations.last_id not in (id, first) and len(conversations.store.entries()) == 3
+    assert conversations.last.id not in (id, first) and len(conversations.store.entries()) == 3
     b = talk(conversations, b, "And on.")
-    assert conversations.last_id == id
+    assert conversations.last.id == id
 
 
 def test_a_restart_and_a_small_memory(make, tmp_path):
     conversations, said = Conversations(make(), tmp_path, memory_limit=1), []
     for i in range(12):
         said = talk(conversations, said, f"The dog likes the beach. {i}")
-    id, expected = conversations.last_id, None
+    id, expected = conversations.last.id, None
     conversations.close()
     conversations = Conversations(make(), tmp_path)
     said = talk(conversations, said, "Who likes it?")
-    assert conversations.last_id == id and conversations.last_reason is None
+    assert conversations.last.id == id and conversations.last.reason is None
     assert conversations.epicache.last.restored and not conversations.epicache.last.rebuilt
 
 
