@@ -8,6 +8,7 @@ python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv python
 command -v ccache >/dev/null || missing+=(ccache)
 command -v qemu-aarch64 >/dev/null || missing+=(qemu-user)
 command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
+command -v clang++ >/dev/null || missing+=(clang)
 if [ ${#missing[@]} -gt 0 ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" || true
 fi

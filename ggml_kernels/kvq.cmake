@@ -46,6 +46,14 @@ function(kvq_attach upstream)
         kvq_hopper()
     endif()
 
+    if(TARGET ggml-metal)
+        # compiled on the machine that runs them, from text in the library
+        include(${KVQ_DIR}/metal/embed.cmake)
+        kvq_metal_embed(${CMAKE_CURRENT_BINARY_DIR}/kvq-metal-source.cpp)
+        target_sources(ggml-metal PRIVATE ${CMAKE_CURRENT_BINARY_DIR}/kvq-metal-source.cpp)
+        kvq_sources(ggml-metal GLOBS metal/*.cpp INCLUDES ${KVQ_DIR}/metal ${upstream}/ggml/src/ggml-metal)
+    endif()
+
     if(TARGET llama)
         kvq_sources(llama GLOBS llama/*.cpp INCLUDES ${KVQ_DIR}/llama ${upstream}/src)
         # Upstream builds its own model files as one unit; ours must not join it.

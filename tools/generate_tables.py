@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generate the C, CUDA and Python tables from ggml_kernels/formats/formats.toml.
+"""Generate the C, CUDA, Metal and Python tables from ggml_kernels/formats/formats.toml.
 
     python tools/generate_tables.py            write the files
     python tools/generate_tables.py --check    exit 1 and name the stale files
@@ -176,6 +176,38 @@ def c_tables(spec: dict) -> str:
     return "\n".join(out)
 
 
+def metal_array(name: str, values: list, kind: str = "int") -> str:
+    """A table in Metal's constant address space."""
+    return f"constant {kind} {name}[{len(values)}] = {{ {', '.join(map(str, values))} }};"
+
+
+def metal_tables(spec: dict) -> str:
+    """kvq-metal-tables.h: the numbers of kvq-tables.h in Metal's constant address space; Paley matrices with their transposes."""
+    out = [f"// {NOTE}", "#pragma once", ""]
+    for name, t in table_rows(spec).items():
+        b = t["bits"]
+        out += [f"// {name}", metal_array(f"KVQ_LEVELS_{b}", list(t["levels"])),
+                metal_array(f"KVQ_THRESHOLDS_{b}", [f32(x) for x in t["thresholds"]], "float"), f"#define KVQ_SCALE_{b} {f32(t['scale'])}", ""]
+    for name, v in spec["tiered"].items():
+        out += [f"// {name}"]
+        for t in v["tiers"]:
+            b, ratios = t["bits"], t.get("ratios", [1.0])
+            out += [metal_array(f"KVQ_TIER_LEVELS_{b}", list(tier_levels(v, t).ravel())),
+                    metal_array(f"KVQ_TIER_THRESHOLDS_{b}", [f32(x) for x in lloyd_max_edges(b)], "float")]
+            if len(ratios) > 1:
+                out += [metal_array(f"KVQ_TIER_RATIOS_{b}", [f32(x) for x in ratios], "float"),
+                        metal_array(f"KVQ_TIER_EDGES_{b}", [f32(x) for x in ratio_edges(ratios)], "float")]
+        out += [f"#define KVQ_TIER_SCALE {f32(tier_scale(v))}", ""]
+    signs = sign_bits(spec)
+    words = [f"0x{sum(signs[32*w + i] << i for i in range(32)):08x}u" for w in range(4)]
+    out += ["// signs of the Hadamard rotation: bit i of word w is set where coordinate 32w + i changes sign", metal_array("KVQ_SIGN_WORDS", words, "uint"), ""]
+    for m in sorted(set(spec["paley"].values()) - {1}):
+        matrix = paley(m)
+        rows = [f"0x{sum(1 << j for j in range(m) if row[j] < 0):08x}u" for side in (matrix, matrix.T) for row in side]
+        out += [f"// Paley matrix of order {m}, then its transpose: bit j of row i is set where the entry is -1", metal_array(f"KVQ_PALEY_{m}", rows, "uint"), ""]
+    return "\n".join(out)
+
+
 def python_tables(spec: dict) -> str:
     """pykvq/formats.py: the same for Python, plain literals, no import beyond dataclasses."""
     fam = table_rows(spec)
@@ -224,6 +256,7 @@ def outputs() -> dict[Path, str]:
     spec = declared()
     return {ROOT / "ggml_kernels/include/kvq-types.h": c_types(spec),
             ROOT / "ggml_kernels/include/kvq-tables.h": c_tables(spec),
+            ROOT / "ggml_kernels/metal/kvq-metal-tables.h": metal_tables(spec),
             ROOT / "pykvq/formats.py": python_tables(spec)}
 
 

@@ -1,0 +1,85 @@
+// What the attention kernels share: function constants, masks, and queries in the working domain.
+//
+// Keys and values stay as they are stored: logits are products of rotated queries and levels, outputs are sums of levels, and
+// the rotation is undone once a row. The f16 window of a turbo type is stored rotated, so it takes part without more ado.
+#pragma once
+
+#include "kvq-codec.h"
+
+constant int  FC_k_store [[function_constant(KVQ_FC_K_STORE)]];
+constant int  FC_v_store [[function_constant(KVQ_FC_V_STORE)]];
+constant int  FC_rows    [[function_constant(KVQ_FC_ROWS)]];
+constant bool FC_mask    [[function_constant(KVQ_FC_MASK)]];
+constant bool FC_softcap [[function_constant(KVQ_FC_SOFTCAP)]];
+constant bool FC_slope   [[function_constant(KVQ_FC_SLOPE)]];
+constant bool FC_window  [[function_constant(KVQ_FC_WINDOW)]];
+constant bool FC_sinks   [[function_constant(KVQ_FC_SINKS)]];
+
+#define KVQ_NO_LOGIT (-FLT_MAX/2)       // below every logit; fast mathematics knows no infinity
+
+struct kvq_row { int token, head; bool valid; };
+
+static inline kvq_row kvq_row_at(constant kvq_metal_args & args, int row, int head_kv) {
+    const bool valid = row < args.n_tok*args.gqa;
+    const int r = valid ? row : 0;
+    return { r/args.gqa, head_kv*args.gqa + r % args.gqa, valid };
+}
+
+// ALiBi
+static inline float kvq_slope(constant kvq_metal_args & args, int head) {
+    if (!FC_slope) {
+        return 1.0f;
+    }
+    return head < args.n_head_log2 ? pow(args.m0, (float) (head + 1)) : pow(args.m1, (float) (2*(head - args.n_head_log2) + 1));
+}
+
+// What the mask adds to the logit of a row and a token; false where the token is hidden.
+static inline bool kvq_mask(constant kvq_metal_part & part, device const char * mask, bool masked, kvq_row row, int sequence, int token, thread float & bias) {
+    bias = 0.0f;
+    if (!row.valid || token >= part.n) {
+        return false;
+    }
+    if (!masked) {
+        return true;
+    }
+    const half m = ((device const half *) (mask + row.token*part.nbm1 + (sequence % part.nem3)*part.nbm3))[token];
+    bias = (float) m;
+    return m > -MAXHALF;
+}
+
+// One block of a query, scaled and in the domain of the keys: value i in lane i % 32, register i/32.
+template <short N> void kvq_load_query(constant kvq_metal_args & args, device const float * q, thread float (&x)[KVQ_REGS(N)], bool valid,
+        threadgroup float * buf, ushort lane) {
+    KVQ_UNROLL (short r = 0; r < KVQ_REGS(N); ++r) {
+        x[r] = valid && r*32 + lane < N ? q[r*32 + lane] : 0.0f;
+    }
+    float scale = args.scale;
+    if (kvq_rotated(FC_k_store)) {
+        kvq_rotate<N>(x, buf, lane);
+        scale *= rsqrt((float) N);
+    }
+    KVQ_UNROLL (short r = 0; r < KVQ_REGS(N); ++r) {
+        x[r] *= scale;
+    }
+}
+
+// soft cap and mask
+static inline float kvq_finish_logit(constant kvq_metal_args & args, float logit, float slope, float bias) {
+    if (FC_softcap) {
+        logit = args.softcap*precise::tanh(logit);
+    }
+    return logit + (FC_slope ? slope*bias : bias);
+}
+
+// Undoes the rotation of one block of an output and stores it.
+template <short N> void kvq_store_output(thread float (&x)[KVQ_REGS(N)], float factor, device float * out, threadgroup float * buf, ushort lane) {
+    if (kvq_rotated(FC_v_store)) {
+        kvq_unrotate<N>(x, buf, lane);
+        factor *= rsqrt((float) N);
+    }
+    KVQ_UNROLL (short r = 0; r < KVQ_REGS(N); ++r) {
+        if (r*32 + lane < N) {
+            out[r*32 + lane] = x[r]*factor;
+        }
+    }
+}
