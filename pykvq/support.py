@@ -12,7 +12,7 @@ UPSTREAM = {"f32": (0, 1, 4), "f16": (1, 1, 2), "bf16": (30, 1, 2), "q8_0": (8, 
 
 # Families that each backend has kernels for (cache write, dequantise, flash attention at every declared block size).
 OURS = (*FAMILIES, *TIERED)
-KERNELS = {"cpu": frozenset(OURS), "cuda": frozenset(OURS), "metal": frozenset(), "vulkan": frozenset()}
+KERNELS = {"cpu": frozenset(OURS), "cuda": frozenset(OURS), "metal": frozenset(OURS), "vulkan": frozenset()}
 
 # Backends whose attention returns a key bias that the stored keys lack.
 KEY_BIAS_BACKENDS = frozenset({"cpu", "cuda"})

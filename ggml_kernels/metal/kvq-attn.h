@@ -14,6 +14,7 @@ constant bool FC_softcap [[function_constant(KVQ_FC_SOFTCAP)]];
 constant bool FC_slope   [[function_constant(KVQ_FC_SLOPE)]];
 constant bool FC_window  [[function_constant(KVQ_FC_WINDOW)]];
 constant bool FC_sinks   [[function_constant(KVQ_FC_SINKS)]];
+constant int  FC_rot     [[function_constant(KVQ_FC_ROT)]];
 
 #define KVQ_NO_LOGIT (-FLT_MAX/2)       // below every logit; fast mathematics knows no infinity
 
@@ -61,6 +62,32 @@ template <short N> void kvq_load_query(constant kvq_metal_args & args, device co
     KVQ_UNROLL (short r = 0; r < KVQ_REGS(N); ++r) {
         x[r] *= scale;
     }
+}
+
+// ---- key bias: z, made of query and bias once a row, meets the cosines and sines of a token's position ----
+
+// a row's z of pair f, for the cosine and for the sine
+static inline float2 kvq_bias_pair(constant kvq_metal_args & args, device const char * bias_q, device const char * bias, kvq_row row, int head_kv,
+        int sequence, short f) {
+    const short first = args.bias.interleaved ? 2*f : f, second = args.bias.interleaved ? 2*f + 1 : f + FC_rot/2;
+    device const float * x = (device const float *) (bias_q + row.token*args.bias.nbq1 + row.head*args.bias.nbq2 + sequence*args.bias.nbq3);
+    device const float * y = (device const float *) (bias + head_kv*args.bias.nbb1);
+    if (!row.valid) {
+        return float2(0.0f, 0.0f);
+    }
+    return float2((x[first]*y[first] + x[second]*y[second])*args.scale, (x[second]*y[first] - x[first]*y[second])*args.scale);
+}
+
+// cosine and sine of a position: the turn by its multiple of 256, then by the rest
+static inline float2 kvq_turn(constant kvq_metal_args & args, device const char * trig, int position, short f) {
+    device const float * a = (device const float *) (trig + (256 + min(position >> 8, args.bias.steps - 1))*args.bias.nbt1);
+    device const float * c = (device const float *) (trig + (position & 255)*args.bias.nbt1);
+    const short g = f + FC_rot/2;
+    return float2(a[f]*c[f] - a[g]*c[g], a[g]*c[f] + a[f]*c[g]);
+}
+
+static inline device const int * kvq_positions(constant kvq_metal_args & args, constant kvq_metal_part & part, device const char * positions, int sequence) {
+    return (device const int *) (positions + sequence/args.bias.seqs*args.bias.nbp1) + part.first;
 }
 
 // soft cap and mask

@@ -21,7 +21,38 @@ struct kvq_shared {
     threadgroup float4 * query;         // [rows][DK/4] in the order of units
     threadgroup float  * weights;       // of this simdgroup: [rows][32]
     threadgroup float  * scales;        // [blocks of a value][32]
+    threadgroup float2 * z;             // key bias: [rows][pairs]
+    threadgroup float2 * turned;        // the same of this simdgroup, turned to the first position of a tile
 };
+
+// Adds the key bias to the logits of a lane's token. Mostly the positions of a tile are in a row: then z is turned to the first
+// once for all lanes, and the rest of the turn is a row of the table.
+template <short R> void kvq_add_bias(constant kvq_metal_args & args, device const char * trig, int position, bool any, kvq_shared sh, ushort lane, thread float (&logit)[R]) {
+    const int leader = simd_min(any ? (int) lane : 31);
+    const int base = simd_shuffle(position, (ushort) leader) - leader;
+    const short pairs = FC_rot/2;
+    if (simd_all(!any || position == base + lane) && base >= 0) {
+        for (short i = lane; i < FC_rows*pairs; i += 32) {
+            const float2 z = sh.z[i], t = kvq_turn(args, trig, base, i % pairs);
+            sh.turned[i] = float2(z[0]*t[0] + z[1]*t[1], z[1]*t[0] - z[0]*t[1]);
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        device const float * c = (device const float *) (trig + lane*args.bias.nbt1);
+        for (short f = 0; f < pairs; ++f) {
+            const float2 t = float2(c[f], c[f + pairs]);
+            KVQ_ROWS (r) {
+                logit[r] += dot(sh.turned[r*pairs + f], t);
+            }
+        }
+    } else if (any) {
+        for (short f = 0; f < pairs; ++f) {
+            const float2 t = kvq_turn(args, trig, position, f);
+            KVQ_ROWS (r) {
+                logit[r] += dot(sh.z[r*pairs + f], t);
+            }
+        }
+    }
+}
 
 // logits of one token
 template <short DK, short N, short R> void kvq_logits(short store, device const uchar * key, kvq_shared sh, thread float (&logit)[R]) {
@@ -54,7 +85,7 @@ template <short DK, short N, short R> void kvq_logits(short store, device const 
 template <short DK, short DV, short N, short NV, short R> void kvq_decode_tile(
         constant kvq_metal_args & args, constant kvq_metal_part & part, short k_store, short v_store,
         device const uchar * k, device const uchar * v, device const char * mask, bool masked, int first, int group, int head_kv, int sequence,
-        kvq_shared sh, ushort lane, thread kvq_state<R, KVQ_PAIRS(DV)> & state) {
+        device const char * trig, device const char * positions, kvq_shared sh, ushort lane, thread kvq_state<R, KVQ_PAIRS(DV)> & state) {
     const int token = first + lane;
     float bias[R];
     bool  shown[R];
@@ -72,6 +103,9 @@ template <short DK, short DV, short N, short NV, short R> void kvq_decode_tile(
         for (short blk = 0; blk < DV/NV; ++blk) {
             sh.scales[blk*KVQ_TILE + lane] = kvq_scale_of<NV>(v_store, v + token*part.nbv1 + blk*kvq_bytes(v_store, NV));
         }
+    }
+    if (FC_rot) {
+        kvq_add_bias<R>(args, trig, any ? kvq_positions(args, part, positions, sequence)[token] : 0, any, sh, lane, logit);
     }
     KVQ_ROWS (r) {
         const int head = kvq_row_at(args, group*FC_rows + r, head_kv).head;
@@ -127,6 +161,10 @@ template <short DK, short DV, short N, short NV, short R> kernel void kernel_kvq
         device const uchar * v16,
         device const char  * mask16,
         device       float * partial,
+        device const char  * bias_q,
+        device const char  * bias,
+        device const char  * trig,
+        device const char  * positions,
         threadgroup  float * shared [[threadgroup(0)]],
         uint3  at    [[threadgroup_position_in_grid]],
         ushort lane  [[thread_index_in_simdgroup]],
@@ -138,9 +176,11 @@ template <short DK, short DV, short N, short NV, short R> kernel void kernel_kvq
     kvq_shared sh;
     sh.k_levels = shared;
     sh.v_levels = shared + 48;
-    sh.query    = (threadgroup float4 *) (shared + KVQ_DECODE_TABLES);
-    sh.weights  = shared + KVQ_DECODE_TABLES + FC_rows*DK + sg*KVQ_DECODE_SCRATCH(FC_rows, NBV);
+    sh.query    = (threadgroup float4 *) (shared + KVQ_TABLES);
+    sh.z        = (threadgroup float2 *) (shared + KVQ_TABLES + FC_rows*DK);
+    sh.weights  = shared + KVQ_TABLES + FC_rows*(DK + FC_rot) + sg*KVQ_DECODE_SCRATCH(FC_rows, NBV, FC_rot);
     sh.scales   = sh.weights + FC_rows*KVQ_TILE;
+    sh.turned   = (threadgroup float2 *) (sh.weights + KVQ_DECODE_OWN(FC_rows, NBV));
 
     kvq_load_levels(FC_k_store, sh.k_levels, index, 32*KVQ_SIMDGROUPS);
     kvq_load_levels(FC_v_store, sh.v_levels, index, 32*KVQ_SIMDGROUPS);
@@ -157,6 +197,9 @@ template <short DK, short DV, short N, short NV, short R> kernel void kernel_kvq
                 }
             }
         }
+    }
+    for (short i = index; i < FC_rows*(FC_rot/2); i += 32*KVQ_SIMDGROUPS) {
+        sh.z[i] = kvq_bias_pair(args, bias_q, bias, kvq_row_at(args, group*FC_rows + i/(FC_rot/2), head_kv), head_kv, sequence, i % (FC_rot/2));
     }
     kvq_state<R, P> state;
     KVQ_ROWS (r) {
@@ -176,7 +219,7 @@ template <short DK, short DV, short N, short NV, short R> kernel void kernel_kvq
         device const uchar * vh = v + head_kv*args.part[0].nbv2 + sequence*args.part[0].nbv3;
         for (; tile < tiles; tile += step) {
             kvq_decode_tile<DK, DV, N, NV, R>(args, args.part[0], FC_k_store, FC_v_store, kh, vh, mask, FC_mask, tile*KVQ_TILE,
-                group, head_kv, sequence, sh, lane, state);
+                group, head_kv, sequence, trig, positions, sh, lane, state);
         }
     }
     if (FC_window) {
@@ -184,7 +227,7 @@ template <short DK, short DV, short N, short NV, short R> kernel void kernel_kvq
         device const uchar * vh = v16 + head_kv*args.part[1].nbv2 + sequence*args.part[1].nbv3;
         for (; (tile - tiles)*KVQ_TILE < args.part[1].n; tile += step) {
             kvq_decode_tile<DK, DV, N, NV, R>(args, args.part[1], KVQ_STORE_F16, KVQ_STORE_F16, kh, vh, mask16, true, (tile - tiles)*KVQ_TILE,
-                group, head_kv, sequence, sh, lane, state);
+                group, head_kv, sequence, trig, positions, sh, lane, state);
         }
     }
 

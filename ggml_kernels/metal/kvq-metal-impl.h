@@ -17,8 +17,9 @@
 #define KVQ_FC_SLOPE    5           // ALiBi
 #define KVQ_FC_WINDOW   6
 #define KVQ_FC_SINKS    7
-#define KVQ_FC_INDEX    8           // rows: 0 plain copy, 32 or 64 bits of a row index
-#define KVQ_FC_HALF     9           // rows: the float side is f16
+#define KVQ_FC_ROT      8           // values that a key bias turns; 0 without one
+#define KVQ_FC_INDEX    9           // rows: 0 plain copy, 32 or 64 bits of a row index
+#define KVQ_FC_HALF     10          // rows: the float side is f16
 
 #define KVQ_TILE        32          // tokens of a tile
 #define KVQ_SIMDGROUPS  4           // of a threadgroup
@@ -27,9 +28,18 @@
 struct kvq_metal_part {
     int32_t  n;                     // tokens
     int32_t  nem3;                  // sequences of the mask
+    int32_t  first;                 // of its rows among the positions of a key bias
     uint64_t nbk1, nbk2, nbk3;      // bytes from one token, KV head, sequence to the next
     uint64_t nbv1, nbv2, nbv3;
     uint64_t nbm1, nbm3;            // mask: tokens, sequences
+};
+
+// A key bias that the keys lack; see kvq_key_bias in kvq-llama.h.
+struct kvq_metal_bias {
+    int32_t  steps;                 // of 256 positions in the table
+    int32_t  seqs;                  // sequences of a row of positions
+    int32_t  interleaved;
+    uint64_t nbq1, nbq2, nbq3, nbb1, nbt1, nbp1;
 };
 
 // A query row is (token, head in group): row = token*gqa + head.
@@ -41,6 +51,7 @@ struct kvq_metal_args {
     float    scale, softcap, m0, m1;
     uint64_t nbq1, nbq2, nbq3;
     struct kvq_metal_part part[2];
+    struct kvq_metal_bias bias;
 };
 
 // Both sides of a copy, gather or scatter, extents in blocks along dimension 0. The walked side has the index's rows.
@@ -53,11 +64,14 @@ struct kvq_metal_rows_args {
     int32_t  bytes;                                 // of a block, for copies between tensors of one type
 };
 
-// floats of threadgroup memory of the decode kernel
-#define KVQ_DECODE_TABLES              96
-#define KVQ_DECODE_SCRATCH(ROWS, NBV)  ((ROWS)*KVQ_TILE + (NBV)*KVQ_TILE > 128 ? (ROWS)*KVQ_TILE + (NBV)*KVQ_TILE : 128)
-#define KVQ_DECODE_LOOP(ROWS, DK, NBV) (KVQ_DECODE_TABLES + (ROWS)*(DK) + KVQ_SIMDGROUPS*KVQ_DECODE_SCRATCH(ROWS, NBV))
-#define KVQ_DECODE_MERGE(ROWS, DV)     (KVQ_SIMDGROUPS*(ROWS)*((DV) + 2))
+// floats of threadgroup memory of the decode kernel: levels, queries, key bias, and for each simdgroup weights, scales and the
+// bias turned to a tile
+#define KVQ_TABLES                          96
+#define KVQ_DECODE_OWN(ROWS, NBV)           ((ROWS)*KVQ_TILE + (NBV)*KVQ_TILE > 128 ? (ROWS)*KVQ_TILE + (NBV)*KVQ_TILE : 128)
+#define KVQ_DECODE_SCRATCH(ROWS, NBV, ROT)  (KVQ_DECODE_OWN(ROWS, NBV) + (ROWS)*(ROT))
+#define KVQ_DECODE_LOOP(ROWS, DK, NBV, ROT) (KVQ_TABLES + (ROWS)*((DK) + (ROT)) + KVQ_SIMDGROUPS*KVQ_DECODE_SCRATCH(ROWS, NBV, ROT))
+#define KVQ_DECODE_MERGE(ROWS, DV)          (KVQ_SIMDGROUPS*(ROWS)*((DV) + 2))
 
-// bytes of threadgroup memory of the prefill kernel: queries and tile in f16, logits, tables, diagonal matrices, flags
-#define KVQ_PREFILL_BYTES(ROWS, DK, CHUNK) (2*((ROWS)*(DK) + KVQ_TILE*(CHUNK)) + 4*((ROWS)*KVQ_TILE + KVQ_DECODE_TABLES + 8*(ROWS) + 4*128) + 4*2*KVQ_SIMDGROUPS)
+// bytes of threadgroup memory of the prefill kernel: queries, tile and key bias in f16, logits, levels, diagonal matrices, flags
+#define KVQ_PREFILL_BYTES(ROWS, DK, CHUNK, ROT) (2*((ROWS)*((DK) + (ROT)) + KVQ_TILE*(CHUNK)) + \
+    4*((ROWS)*KVQ_TILE + KVQ_TABLES + 8*(ROWS) + 4*128) + 4*2*KVQ_SIMDGROUPS)

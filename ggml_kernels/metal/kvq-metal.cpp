@@ -76,8 +76,7 @@ static ggml_metal_pipeline_with_params pipeline_of(const ggml_metal_device_t dev
     if (!pipeline.pipeline) {
         ggml_metal_cv_t cv = ggml_metal_cv_init();
         for (const auto & v : values) {
-            const bool is_bool = v.first != KVQ_FC_K_STORE && v.first != KVQ_FC_V_STORE && v.first != KVQ_FC_ROWS && v.first != KVQ_FC_INDEX;
-            if (is_bool) {
+            if (v.first == KVQ_FC_MASK || v.first == KVQ_FC_SOFTCAP || v.first == KVQ_FC_SLOPE || v.first == KVQ_FC_WINDOW || v.first == KVQ_FC_SINKS || v.first == KVQ_FC_HALF) {
                 ggml_metal_cv_set_bool(cv, v.second != 0, v.first);
             } else {
                 ggml_metal_cv_set_int32(cv, v.second, v.first);
@@ -127,6 +126,9 @@ static kvq_metal_part part_of(const ggml_tensor * k, const ggml_tensor * v, cons
     return p;
 }
 
+// values that a key bias turns
+static int rot_of(const ggml_tensor * op) { return op->src[5] ? int(op->src[7]->ne[0]) : 0; }
+
 static bool is_decode(const ggml_tensor * op) { return op->src[0]->ne[1]*(op->src[0]->ne[2]/op->src[1]->ne[2]) <= DECODE_ROWS; }
 
 // Parts along the context: two tiles or more for every simdgroup, at most 32.
@@ -157,6 +159,17 @@ static kvq_metal_args args_of(const ggml_tensor * op) {
     a.m1 = powf(2.0f, -max_bias/2.0f/float(a.n_head_log2));
     a.part[0] = part_of(k, op->src[2], op->src[3]);
     a.part[1] = part_of(op->src[9], op->src[10], op->src[11]);
+    a.part[1].first = a.part[0].n;
+    if (const ggml_tensor * bias_q = op->src[5]) {
+        const ggml_tensor * trig = op->src[7], * pos = op->src[8];
+        a.bias.steps = int32_t(trig->ne[1] - 256);
+        a.bias.seqs  = int32_t(q->ne[3]/pos->ne[1]);
+        a.bias.interleaved = op->op_params[8] != 0;
+        a.bias.nbq1 = bias_q->nb[1];  a.bias.nbq2 = bias_q->nb[2];  a.bias.nbq3 = bias_q->nb[3];
+        a.bias.nbb1 = op->src[6]->nb[1];
+        a.bias.nbt1 = trig->nb[1];
+        a.bias.nbp1 = pos->nb[1];
+    }
     return a;
 }
 
@@ -178,11 +191,12 @@ static attention_plan plan_of(const ggml_metal_device_t dev, const ggml_tensor *
     float max_bias;
     memcpy(&max_bias, (const float *) op->op_params + 1, sizeof(float));
     constants values = { { KVQ_FC_K_STORE, store_of(op->src[1]->type) }, { KVQ_FC_V_STORE, store_of(op->src[2]->type) }, { KVQ_FC_MASK, op->src[3] != nullptr },
-                         { KVQ_FC_SOFTCAP, p.args.softcap != 0.0f }, { KVQ_FC_SLOPE, max_bias > 0.0f }, { KVQ_FC_WINDOW, op->src[9] != nullptr } };
+                         { KVQ_FC_SOFTCAP, p.args.softcap != 0.0f }, { KVQ_FC_SLOPE, max_bias > 0.0f }, { KVQ_FC_WINDOW, op->src[9] != nullptr },
+                         { KVQ_FC_ROT, rot_of(op) } };
     if (decode) {
         p.args.row_groups = (n_rows + s.decode_rows - 1)/s.decode_rows;
         p.rows = (n_rows + p.args.row_groups - 1)/p.args.row_groups;
-        const int loop = KVQ_DECODE_LOOP(p.rows, s.dk, s.dv/s.nv), merge = KVQ_DECODE_MERGE(p.rows, s.dv);
+        const int loop = KVQ_DECODE_LOOP(p.rows, s.dk, s.dv/s.nv, rot_of(op)), merge = KVQ_DECODE_MERGE(p.rows, s.dv);
         p.bytes = sizeof(float)*size_t(std::max(loop, merge));
         values.push_back({ KVQ_FC_ROWS, p.rows });
         p.attention = pipeline_of(dev, KVQ_METAL_DECODE, "kernel_kvq_decode_" + heads, values);
@@ -191,7 +205,7 @@ static attention_plan plan_of(const ggml_metal_device_t dev, const ggml_tensor *
     } else {
         p.args.row_groups = (n_rows + s.prefill_rows - 1)/s.prefill_rows;
         p.rows  = s.prefill_rows;
-        p.bytes = KVQ_PREFILL_BYTES(s.prefill_rows, s.dk, s.chunk);
+        p.bytes = KVQ_PREFILL_BYTES(s.prefill_rows, s.dk, s.chunk, rot_of(op));
         values.push_back({ KVQ_FC_SINKS, op->src[4] != nullptr });
         p.attention = pipeline_of(dev, KVQ_METAL_PREFILL, "kernel_kvq_prefill_" + heads, values);
     }
@@ -208,6 +222,11 @@ size_t kvq_metal_scratch(const ggml_tensor * op) {
     return scratch_offset(op) - ggml_nbytes(op) + sizeof(float)*size_t(ggml_nrows(op)*splits_of(op)*(op->ne[0] + 2));
 }
 
+// a source that is not there is not read
+static void set_source(const ggml_metal_encoder_t enc, const ggml_tensor * op, const int source, const int index) {
+    ggml_metal_encoder_set_buffer(enc, buffer_of(op->src[source] ? op->src[source] : op->src[0]), index);
+}
+
 static void encode_attention(const ggml_metal_device_t dev, const ggml_metal_encoder_t enc, const ggml_tensor * op) {
     attention_plan p = plan_of(dev, op);
     const head_sizes & s = *sizes_of(op);
@@ -218,13 +237,15 @@ static void encode_attention(const ggml_metal_device_t dev, const ggml_metal_enc
     ggml_metal_encoder_set_bytes(enc, &p.args, sizeof(p.args), 0);
     const int sources[] = { 0, 1, 2, 3, 9, 10, 11 };
     for (int i = 0; i < 7; ++i) {
-        // a source that is not there is not read
-        const ggml_tensor * t = op->src[sources[i]];
-        ggml_metal_encoder_set_buffer(enc, buffer_of(t ? t : op->src[0]), i + 1);
+        set_source(enc, op, sources[i], i + 1);
+    }
+    const bool decode = is_decode(op);
+    for (int i = 0; i < 4; ++i) {
+        set_source(enc, op, 5 + i, (decode ? 9 : 10) + i);
     }
     ggml_metal_encoder_set_threadgroup_memory_size(enc, GGML_PAD(p.bytes, 16), 0);
-    if (!is_decode(op)) {
-        ggml_metal_encoder_set_buffer(enc, buffer_of(op->src[4] ? op->src[4] : op->src[0]), 8);
+    if (!decode) {
+        set_source(enc, op, 4, 8);
         ggml_metal_encoder_set_buffer(enc, result, 9);
         ggml_metal_encoder_dispatch_threadgroups(enc, p.args.row_groups, p.args.n_head_kv, p.args.n_seq, 32, KVQ_SIMDGROUPS, 1);
         return;
@@ -236,7 +257,7 @@ static void encode_attention(const ggml_metal_device_t dev, const ggml_metal_enc
     ggml_metal_encoder_set_pipeline(enc, p.combine);
     ggml_metal_encoder_set_bytes(enc, &p.args, sizeof(p.args), 0);
     ggml_metal_encoder_set_buffer(enc, scratch, 1);
-    ggml_metal_encoder_set_buffer(enc, buffer_of(op->src[4] ? op->src[4] : op->src[0]), 2);
+    set_source(enc, op, 4, 2);
     ggml_metal_encoder_set_buffer(enc, result, 3);
     ggml_metal_encoder_set_threadgroup_memory_size(enc, sizeof(float)*size_t(s.dv), 0);
     ggml_metal_encoder_dispatch_threadgroups(enc, p.args.n_seq*p.args.n_tok*p.args.n_head, 1, 1, 32, s.dv/s.nv, 1);
@@ -327,9 +348,6 @@ static const char * rows_refusal(const ggml_tensor * op) {
 // Reason why the attention cannot run, whatever the device, or null.
 static const char * attention_refusal(const ggml_tensor * op) {
     const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2], * mask = op->src[3];
-    if (op->src[5]) {
-        return "a key bias that the keys lack";
-    }
     if (q->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32 || q->nb[0] != sizeof(float)) {
         return "queries and output must be f32 with contiguous rows";
     }
@@ -356,6 +374,17 @@ static const char * attention_refusal(const ggml_tensor * op) {
     }
     if (q->ne[2] % k->ne[2] != 0 || v->ne[2] != k->ne[2]) {
         return "number of heads";
+    }
+    if (op->src[5]) {
+        const ggml_tensor * pos = op->src[8];
+        for (int i = 5; i <= 7; ++i) {
+            if (op->src[i]->type != GGML_TYPE_F32 || op->src[i]->nb[0] != sizeof(float)) {
+                return "types of the key bias";
+            }
+        }
+        if (pos->type != GGML_TYPE_I32 || q->ne[3] % pos->ne[1] != 0 || rot_of(op) % 8 != 0 || rot_of(op) > k->ne[0] || op->src[7]->ne[1] <= 256) {
+            return "shape of the key bias";
+        }
     }
     if (op->src[9] && (op->src[9]->type != kvq_window_type(k->type) || op->src[10]->type != kvq_window_type(v->type) || op->src[11]->type != GGML_TYPE_F16)) {
         return "types of the f16 window";

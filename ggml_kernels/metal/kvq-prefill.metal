@@ -6,6 +6,7 @@
 struct kvq_tile_memory {
     threadgroup half  * query;          // [ROWS][DK]
     threadgroup half  * tile;           // [32][CHUNK]
+    threadgroup half  * z;              // key bias: [ROWS][values that it turns], cosines and sines in turn
     threadgroup float * logits;         // [ROWS][32], then the weights
     threadgroup float * diagonal;       // [ROWS/8][8][8]: what earlier outputs are multiplied with
     threadgroup float * k_levels;
@@ -34,6 +35,17 @@ template <short N, short CHUNK> void kvq_unpack_tile(short store, device const u
     }
 }
 
+// Cosines and sines of the tile's positions for `n` values from `offset` on, as keys that meet z; [32][n]
+static inline void kvq_turn_tile(constant kvq_metal_args & args, device const char * trig, device const int * positions, int left, short offset, short n,
+        threadgroup half * tile, ushort index) {
+    const short pairs = n/2;
+    for (short i = index; i < KVQ_TILE*pairs; i += 32*KVQ_SIMDGROUPS) {
+        const short token = i/pairs, f = i % pairs;
+        const float2 t = token < left ? kvq_turn(args, trig, max(positions[token], 0), offset/2 + f) : float2(0.0f, 0.0f);
+        *(threadgroup half2 *) (tile + token*n + 2*f) = half2((half) t[0], (half) t[1]);
+    }
+}
+
 // outputs of this simdgroup: 8 x 8 matrices of column blocks sg, sg + 4, ... of every chunk
 template <short ROWS, short DV, short CHUNK> struct kvq_outputs {
     simdgroup_float8x8 m[DV/CHUNK][(CHUNK/8 + KVQ_SIMDGROUPS - 1)/KVQ_SIMDGROUPS][ROWS/8];
@@ -42,7 +54,7 @@ template <short ROWS, short DV, short CHUNK> struct kvq_outputs {
 template <short DK, short DV, short N, short NV, short ROWS, short CK, short CV> void kvq_prefill_tile(
         constant kvq_metal_args & args, constant kvq_metal_part & part, short k_store, short v_store,
         device const uchar * k, device const uchar * v, device const char * mask, bool masked, int first, int row0, int head_kv, int sequence,
-        kvq_tile_memory sh, ushort lane, ushort sg, ushort index, short parity,
+        device const char * trig, device const char * positions, kvq_tile_memory sh, ushort lane, ushort sg, ushort index, short parity,
         thread float (&top)[ROWS/KVQ_SIMDGROUPS], thread float (&sum)[ROWS/KVQ_SIMDGROUPS], thread kvq_outputs<ROWS, DV, CV> & out) {
     const int left = part.n - first;
 
@@ -81,6 +93,21 @@ template <short DK, short DV, short N, short NV, short ROWS, short CK, short CV>
             KVQ_UNROLL (short r = 0; r < ROWS/8; ++r) {
                 simdgroup_load(query, sh.query + 8*r*DK + c*CK + 8*i, DK);
                 simdgroup_multiply_accumulate(logits[r], query, key, logits[r]);
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    constexpr short CHUNK = CK > CV ? CK : CV;
+    for (short offset = 0; offset < FC_rot; offset += CHUNK) {
+        const short n = min((int) CHUNK, FC_rot - offset);
+        kvq_turn_tile(args, trig, kvq_positions(args, part, positions, sequence) + first, left, offset, n, sh.tile, index);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (short i = 0; i < n/8; ++i) {
+            simdgroup_half8x8 turn, z;
+            simdgroup_load(turn, sh.tile + 8*sg*n + 8*i, n, 0, true);
+            KVQ_UNROLL (short r = 0; r < ROWS/8; ++r) {
+                simdgroup_load(z, sh.z + 8*r*FC_rot + offset + 8*i, FC_rot);
+                simdgroup_multiply_accumulate(logits[r], z, turn, logits[r]);
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -142,6 +169,10 @@ template <short DK, short DV, short N, short NV, short ROWS, short CK, short CV>
         device const char  * mask16,
         device const float * sinks,
         device       float * dst,
+        device const char  * bias_q,
+        device const char  * bias,
+        device const char  * trig,
+        device const char  * positions,
         threadgroup  float * shared [[threadgroup(0)]],
         uint3  at    [[threadgroup_position_in_grid]],
         ushort lane  [[thread_index_in_simdgroup]],
@@ -153,12 +184,13 @@ template <short DK, short DV, short N, short NV, short ROWS, short CK, short CV>
     kvq_tile_memory sh;
     sh.query    = (threadgroup half *) shared;
     sh.tile     = sh.query + ROWS*DK;
-    sh.logits   = (threadgroup float *) (sh.tile + KVQ_TILE*CHUNK);
+    sh.z        = sh.tile + KVQ_TILE*CHUNK;
+    sh.logits   = (threadgroup float *) (sh.z + ROWS*FC_rot);
     sh.diagonal = sh.logits + ROWS*KVQ_TILE;
     sh.k_levels = sh.diagonal + 8*ROWS;
     sh.v_levels = sh.k_levels + 48;
-    sh.scratch  = sh.k_levels + KVQ_DECODE_TABLES + 128*sg;
-    sh.shown    = (threadgroup int *) (sh.k_levels + KVQ_DECODE_TABLES + 128*KVQ_SIMDGROUPS);
+    sh.scratch  = sh.k_levels + KVQ_TABLES + 128*sg;
+    sh.shown    = (threadgroup int *) (sh.k_levels + KVQ_TABLES + 128*KVQ_SIMDGROUPS);
 
     kvq_load_levels(FC_k_store, sh.k_levels, index, 32*KVQ_SIMDGROUPS);
     kvq_load_levels(FC_v_store, sh.v_levels, index, 32*KVQ_SIMDGROUPS);
@@ -177,6 +209,12 @@ template <short DK, short DV, short N, short NV, short ROWS, short CK, short CV>
                 }
             }
         }
+    }
+    for (short i = index; i < ROWS*(FC_rot/2); i += 32*KVQ_SIMDGROUPS) {
+        const short r = i/(FC_rot/2), f = i % (FC_rot/2);
+        const float2 z = kvq_bias_pair(args, bias_q, bias, kvq_row_at(args, row0 + r, head_kv), head_kv, sequence, f);
+        sh.z[r*FC_rot + 2*f]     = (half) z[0];
+        sh.z[r*FC_rot + 2*f + 1] = (half) z[1];
     }
     float top[ROWS/KVQ_SIMDGROUPS], sum[ROWS/KVQ_SIMDGROUPS];
     KVQ_UNROLL (short j = 0; j < ROWS/KVQ_SIMDGROUPS; ++j) {
@@ -199,7 +237,7 @@ template <short DK, short DV, short N, short NV, short ROWS, short CK, short CV>
         device const uchar * vh = v + head_kv*args.part[0].nbv2 + sequence*args.part[0].nbv3;
         for (int first = 0; first < args.part[0].n; first += KVQ_TILE, parity ^= 1) {
             kvq_prefill_tile<DK, DV, N, NV, ROWS, CK, CV>(args, args.part[0], FC_k_store, FC_v_store, kh, vh, mask, FC_mask, first, row0, head_kv, sequence,
-                sh, lane, sg, index, parity, top, sum, out);
+                trig, positions, sh, lane, sg, index, parity, top, sum, out);
         }
     }
     if (FC_window) {
@@ -207,7 +245,7 @@ template <short DK, short DV, short N, short NV, short ROWS, short CK, short CV>
         device const uchar * vh = v16 + head_kv*args.part[1].nbv2 + sequence*args.part[1].nbv3;
         for (int first = 0; first < args.part[1].n; first += KVQ_TILE, parity ^= 1) {
             kvq_prefill_tile<DK, DV, N, NV, ROWS, CK, CV>(args, args.part[1], KVQ_STORE_F16, KVQ_STORE_F16, kh, vh, mask16, true, first, row0, head_kv, sequence,
-                sh, lane, sg, index, parity, top, sum, out);
+                trig, positions, sh, lane, sg, index, parity, top, sum, out);
         }
     }
 

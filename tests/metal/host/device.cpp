@@ -105,7 +105,7 @@ void ggml_metal_encoder_set_buffer(ggml_metal_encoder_t encoder, ggml_metal_buff
 
 void ggml_metal_encoder_set_threadgroup_memory_size(ggml_metal_encoder_t encoder, size_t size, int) { encoder->next.threadgroup_bytes = size; }
 
-static std::map<std::string, std::pair<uint64_t, uint64_t>> traffic;        // by kernel and tensor: bytes loaded, fetched
+static std::map<std::string, uint64_t> fetched;         // bytes by tensor
 
 void ggml_metal_encoder_dispatch_threadgroups(ggml_metal_encoder_t encoder, int tg0, int tg1, int tg2, int tptg0, int tptg1, int tptg2) {
     dispatch & d = encoder->next;
@@ -119,14 +119,11 @@ void ggml_metal_encoder_dispatch_threadgroups(ggml_metal_encoder_t encoder, int 
     }
     run(d);
     for (const range & r : d.ranges) {
-        auto & t = traffic[std::string(d.name) + " " + r.name];
-        t.first  += r.loaded;
-        t.second += r.fetched;
+        fetched[r.name] += r.fetched;
     }
 }
 
-uint64_t metal_host_fetched(const char * kernel, const char * tensor) { return traffic[std::string(kernel) + " " + tensor].second; }
-uint64_t metal_host_loaded (const char * kernel, const char * tensor) { return traffic[std::string(kernel) + " " + tensor].first; }
+uint64_t metal_host_fetched(const char * tensor) { return fetched[tensor]; }
 
 // ---- device ----
 
@@ -199,7 +196,7 @@ bool ggml_metal_buffer_cpy_tensor(ggml_metal_buffer_t, const ggml_tensor * src, 
 ggml_metal_buffer_id ggml_metal_buffer_get_id(ggml_metal_buffer_t buf, const ggml_tensor * t) {
     const ggml_backend_buffer_t buffer = t->view_src ? t->view_src->buffer : t->buffer;
     const size_t bytes = t->view_src || t->op == GGML_OP_NONE ? ggml_nbytes(t) : ggml_backend_buft_get_alloc_size(buffer->buft, t);
-    buf->views.push_back({ (char *) t->data, (char *) t->data + bytes, t->name, 0, 0 });
+    buf->views.push_back({ (char *) t->data, (char *) t->data + bytes, t->name, 0 });
     return { &buf->views.back(), 0 };
 }
 

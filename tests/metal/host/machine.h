@@ -12,12 +12,11 @@
 
 namespace metal_host {
 
-// bytes of a buffer that one dispatch may touch, and what it read of them
+// bytes of a buffer that one dispatch may touch, and how many it read, each once a threadgroup
 struct range {
     char * begin, * end;
     std::string name;
-    uint64_t loaded;        // bytes of all loads of all threads
-    uint64_t fetched;       // the same, each byte once a threadgroup
+    uint64_t fetched;
 };
 
 struct dispatch {
@@ -57,4 +56,6 @@ int  fault_count();
 
 } // namespace metal_host
 
+// for programs: faults so far, and bytes of tensors of that name that kernels have read
 extern "C" int metal_host_faults(void);
+uint64_t metal_host_fetched(const char * tensor);

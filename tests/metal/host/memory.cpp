@@ -145,9 +145,6 @@ static void device_access(char * p, const size_t size, const bool write) {
             c.read_in = serial;
         }
     }
-    if (!write) {
-        last_range->loaded += size;
-    }
 }
 
 static void group_access(const size_t at, const size_t size, const bool write) {
