@@ -54,7 +54,7 @@ def test_generated_files_are_not_stale():
 def test_stale_files_are_named(tmp_path):
     for path in ("tools/generate_tables.py", "ggml_kernels/formats/formats.toml", "pykvq/__init__.py", "pykvq/native.py", "pykvq/support.py",
                  "pykvq/formats.py", "pykvq/fingerprint.py", "pykvq/codecs/__init__.py", "pykvq/codecs/hadamard.py", "pykvq/codecs/lloyd_max.py",
-                 "ggml_kernels/include/kvq-types.h", "ggml_kernels/include/kvq-tables.h"):
+                 "ggml_kernels/include/kvq-types.h", "ggml_kernels/include/kvq-tables.h", "ggml_kernels/metal/kvq-metal-tables.h"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     header = tmp_path / "ggml_kernels/include/kvq-types.h"
