@@ -75,14 +75,16 @@ std::shared_ptr<kvq_window> kvq_window::make(llama_kv_cache & cache) {
     if (cache.other || cache.layers.empty() || !wish.cparams) {
         return nullptr;
     }
-    bool all = true, two_bits = false, values = true;
+    bool all = true, two_bits = false, calibrated = false, values = true;
     for (const auto & layer : cache.layers) {
         values = values && layer.v;
         const ggml_type k = layer.k->type, v = layer.v ? layer.v->type : k;
         all      = all && (kvq_is_cache_type(k) || kvq_is_cache_type(v));
+        calibrated = calibrated || layer.kvq->k_in;
         two_bits = two_bits || kvq_code(k) == KVQ_TIERED || kvq_bits(k) == 2 || kvq_bits(v) == 2;
     }
-    const uint32_t sink   = wish.sink   >= 0 ? wish.sink   : two_bits ? 64  : 0;
+    // measured (docs/windows.md); the first token's key is what calibration, which fits the others, holds worst
+    const uint32_t sink   = wish.sink   >= 0 ? wish.sink   : two_bits ? 64  : calibrated ? 32 : 0;
     const uint32_t recent = wish.recent >= 0 ? wish.recent : two_bits ? 256 : 0;
     if (sink == 0 && recent == 0) {
         return nullptr;

@@ -29,7 +29,7 @@ def both(path, run, kv_type=("f16", "turbo4"), n_ctx=256, **options):
     with Model(path) as model:
         out = []
         for kvq, bias in (("auto", "left out"), ("off", "kept")):
-            with Context(model, n_ctx, kv_type, threads=2, kvq=kvq, **options) as context:
+            with Context(model, n_ctx, kv_type, threads=2, kvq=kvq, kv_sink=0, kv_recent=0, **options) as context:
                 assert {layer.key_bias for layer in context.info()} == {bias}
                 out.append(run(context))
         return out
@@ -114,7 +114,7 @@ def with_and_without(path, run, kv_type=("f16", "turbo4"), n_ctx=256, **options)
     with Model(path) as model:
         out = []
         for kvq in ("auto", "off"):
-            with Context(model, n_ctx, kv_type, threads=2, kvq=kvq, **options) as context:
+            with Context(model, n_ctx, kv_type, threads=2, kvq=kvq, kv_sink=0, kv_recent=0, **options) as context:
                 assert {layer.key_bias == "left out" and layer.calibrated for layer in context.info()} == {kvq == "auto"}
                 out.append(run(context))
         return out

@@ -111,6 +111,27 @@ def test_a_key_bias_left_out(tiny_model):
         assert relative(run("turbo2", kv_sink=8, kv_recent=8)[0], exact) < relative(run("turbo2", kv_sink=0, kv_recent=0)[0], exact)
 
 
+def shifted(context):
+    """Tokens 4..35 dropped, the rest moved up, and 20 more."""
+    context.decode(TOKENS[:100], 0, logits="none")
+    assert context.remove(0, 4, 36)
+    context.shift(0, 36, -32)
+    return context.decode(TOKENS[100:120], 68, logits="all")
+
+
+@pytest.mark.parametrize("kv_type", ["turbo2", ("q8_0", "turbo2"), ("q4_0", "turbo3"), ("f16", "turbo2")], ids=str)
+def test_a_context_shift_turns_the_f16_keys(open_context, kv_type):
+    exact = shifted(open_context("f16", flash=False))
+    assert relative(shifted(open_context(kv_type, 0, 512)), exact) < 3e-3
+    assert relative(shifted(open_context(kv_type, 0, 0)), exact) > 1e-2
+
+
+def test_a_context_shift_turns_calibrated_f16_keys(calibrated, open_context):
+    exact = shifted(open_context("f16", flash=False))
+    with Model(calibrated) as model, Context(model, 512, "oscar2", threads=2, kv_sink=0, kv_recent=512) as context:
+        assert relative(shifted(context), exact) < 1e-2
+
+
 # ---- the right copy: random sequences of all that a cache does, against a slow reference
 
 SEQS, SINK, RECENT = 3, 3, 6
