@@ -27,6 +27,8 @@ class Setup:
     repeats: int = 5
     prefix: int = 512
     threads: int | None = None
+    kv_sink: int | None = None
+    kv_recent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def _room(depth: int, setup: Setup) -> int:
 
 
 def _context(model: Model, n_ctx: int, pair: tuple[str, str], setup: Setup, **options) -> Context:
-    return Context(model, n_ctx, pair, n_seq=2, unified=True, threads=setup.threads, n_outputs=2, **options)      # 2: fill_from_prefix needs one more
+    return Context(model, n_ctx, pair, n_seq=2, unified=True, threads=setup.threads, n_outputs=2,      # 2: fill_from_prefix needs one more
+                   kv_sink=setup.kv_sink, kv_recent=setup.kv_recent, **options)
 
 
 def _filled(context: Context, tokens: Sequence[int], depth: int, setup: Setup) -> str:

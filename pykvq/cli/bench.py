@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name
+from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name, window_options
 from pykvq.cli.output import Output, common, mebibytes, table
 
 DEFAULT_TYPES, DEFAULT_DEPTHS = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0"), (0, 4096)
@@ -16,6 +16,7 @@ DEFAULT_TYPES, DEFAULT_DEPTHS = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0"), 
 @model_argument
 @click.option("--kv-type", "kv_types", type=KvType(), multiple=True,
               help=f"Cache type beside f16, or K,V; may be given several times. Default: {', '.join(DEFAULT_TYPES)}.")
+@window_options
 @click.option("--depth", "depths", type=click.IntRange(0), multiple=True,
               help=f"Cached tokens; may be given several times. Default: {', '.join(map(str, DEFAULT_DEPTHS))}.")
 @click.option("--tokens", type=click.IntRange(1), default=16, show_default=True, help="Tokens decoded per repeat.")
@@ -23,7 +24,7 @@ DEFAULT_TYPES, DEFAULT_DEPTHS = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0"), 
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Rounds over all types.")
 @click.option("--threads", type=click.IntRange(1, 512), help="CPU threads. Default: all cores.")
 @click.option("--gpu-layers", "-ngl", type=click.IntRange(0), default=0, show_default=True, help="Layers on the GPU.")
-def bench(out: Output, model: Path | None, kv_types: tuple, depths: tuple, tokens: int, prefill: int, repeats: int, threads: int | None,
+def bench(out: Output, model: Path | None, kv_types: tuple, window: dict, depths: tuple, tokens: int, prefill: int, repeats: int, threads: int | None,
           gpu_layers: int) -> None:
     """Measure decode and prefill speed by depth and type, as ratios to f16.
 
@@ -38,7 +39,7 @@ def bench(out: Output, model: Path | None, kv_types: tuple, depths: tuple, token
     quiet_log()
     pairs = [F16, *(pair for pair in dict.fromkeys(kv_types or [(name, name) for name in DEFAULT_TYPES]) if pair != F16)]
     depths = list(dict.fromkeys(depths or DEFAULT_DEPTHS))
-    setup = Setup(tokens, prefill, repeats, threads=threads)
+    setup = Setup(tokens, prefill, repeats, threads=threads, **window)
     check_input(out, path, pairs, max(depths) + max(tokens, prefill), gpu_layers)
     with Model(path, gpu_layers) as loaded, out.progress(steps(pairs, depths, setup)) as step:
         rows = measure(loaded, pairs, depths, setup, step)

@@ -3,14 +3,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
 
 from pykvq.cli.errors import InputError
-from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name
+from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name, window_options
 from pykvq.cli.output import Output, common, table
 
 DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0")
@@ -21,6 +20,7 @@ DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0")
 @model_argument
 @click.option("--kv-type", "kv_types", type=KvType(), multiple=True,
               help=f"Cache type, or K,V; may be given several times. Default: {', '.join(DEFAULT_TYPES)}, and oscar2 for a calibrated model.")
+@window_options
 @click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Text to score. Default: the model's own samples.")
 @click.option("--ctx", type=click.IntRange(64), help="Tokens of each scored text.  [default: 1024]")
 @click.option("--chunks", type=click.IntRange(1), help="Scored texts.  [default: 3]")
@@ -33,7 +33,7 @@ DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0")
 @click.option("--restart", is_flag=True, help="Forget what an earlier run of the same evaluation has measured.")
 @click.option("--threads", type=click.IntRange(1, 512), help="CPU threads. Default: all cores.")
 @click.option("--gpu-layers", "-ngl", type=click.IntRange(0), default=0, show_default=True, help="Layers on the GPU.")
-def evaluate(out: Output, model: Path | None, kv_types: tuple, text: Path | None, ctx: int | None, chunks: int | None, lengths: tuple, quick: bool,
+def evaluate(out: Output, model: Path | None, kv_types: tuple, window: dict, text: Path | None, ctx: int | None, chunks: int | None, lengths: tuple, quick: bool,
              parts: bool, tolerance: float, html: Path | None, restart: bool, threads: int | None, gpu_layers: int) -> None:
     """Measure what cache types cost a model, against its own f16 cache, and name the smallest good one.
 
@@ -42,7 +42,7 @@ def evaluate(out: Output, model: Path | None, kv_types: tuple, text: Path | None
     serves all types; an interrupted run goes on where it was. Exits with 1 when no type is within the tolerance.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    path, started = model_path(model), time.monotonic()
+    path = model_path(model)
     if html:
         from pykvq.evaluation.report import require_plots
         require_plots()
@@ -57,7 +57,7 @@ def evaluate(out: Output, model: Path | None, kv_types: tuple, text: Path | None
     setup = _setup(QUICK if quick else Setup(), header.context_train, ctx, chunks, lengths)
     check_input(out, path, pairs, max(setup.context, *setup.lengths), gpu_layers)
     with Model(path, gpu_layers) as loaded:
-        evaluation = Evaluation(loaded, setup, text=text, threads=threads)
+        evaluation = Evaluation(loaded, setup, text=text, threads=threads, window={k: n for k, n in window.items() if n is not None})
         if restart:
             evaluation.store.clear()
         try:
@@ -67,9 +67,13 @@ def evaluate(out: Output, model: Path | None, kv_types: tuple, text: Path | None
             out.note("interrupted; the same command goes on from here")
             raise
         base, *results = (summary(evaluation, pair) for pair in pairs)
-    decision = verdict(header.name, base, results, tolerance)
-    value = {"model": header.name, "architecture": header.architecture, "text": evaluation.source, "setup": asdict(setup), "tolerance": tolerance,
-             "measured": True, "seconds": time.monotonic() - started, "f16": plain(base), "results": [plain(r) for r in results],
+    for r in results:
+        if 3 * r.window > setup.context:
+            out.warn(f"{pair_name(r.kv_type)}: of the {setup.context} tokens of a text {r.window} lie in its f16 window, so the figures say little about longer ones; "
+                     f"use --ctx {4 * r.window} or more")
+    decision = verdict(header.name, base, results, tolerance, window)
+    value = {"model": header.name, "architecture": header.architecture, "text": evaluation.source, "setup": asdict(setup), "tolerance": tolerance, "window": window,
+             "measured": True, "seconds": evaluation.seconds(pairs), "f16": plain(base), "results": [plain(r) for r in results],
              "verdict": {"kv_type": decision.kv_type, "sentence": decision.sentence, "able": decision.able}}
     if html:
         from pykvq.evaluation.report import page

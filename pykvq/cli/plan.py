@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pykvq.cli.model import KvType, model_argument, model_path, pair_name
+from pykvq.cli.model import KvType, model_argument, model_path, pair_name, window_options
 from pykvq.cli.output import Output, common, mebibytes, table
 
 DEFAULT_TYPES = ("f16", "q8_0", "q4_0", "turbo4", "turbo3", "turbo2")
@@ -49,9 +49,10 @@ def budget_of(vram: int | None, gpus: list) -> tuple[int, str]:
 @click.option("--unified", is_flag=True, help="One cache that all sequences share, as llama-server's --kv-unified.")
 @click.option("--ubatch", type=click.IntRange(1), default=512, show_default=True, help="Micro-batch, as llama-server's -ub.")
 @click.option("--swa-full", is_flag=True, help="Full cache for layers with a sliding window, as llama-server's --swa-full.")
+@window_options
 @click.option("--bandwidth", type=click.FloatRange(0, min_open=True), help="Of the memory, in GB/s. Default: measured, for a model in RAM.")
 def plan(out: Output, model: Path | None, kv_types: tuple, vram: int | None, auto: bool, ctx: int | None, parallel: int, unified: bool, ubatch: int,
-         swa_full: bool, bandwidth: float | None) -> None:
+         swa_full: bool, window: dict, bandwidth: float | None) -> None:
     """Tell what memory a model needs before it is loaded, and the longest context that fits.
 
     Weights, KV cache and compute buffer for every type. Reads the header of MODEL alone (without it SmolLM2-135M from the extra [demo]) and lets llama.cpp lay everything out without
@@ -72,7 +73,7 @@ def plan(out: Output, model: Path | None, kv_types: tuple, vram: int | None, aut
     with Model(path, gpu_layers=999 if gpus else 0, no_alloc=True) as header_only:
         header = header_only.header
         limit = header.context_train or ctx or 4096
-        setup = Setup(ctx or limit // (256 * parallel) * 256 * parallel or 256 * parallel, parallel, ubatch, unified, swa_full, foreign)
+        setup = Setup(ctx or limit // (256 * parallel) * 256 * parallel or 256 * parallel, parallel, ubatch, unified, swa_full, **window, foreign=foreign)
         names = [*DEFAULT_TYPES, *(["oscar2"] if header.calibrated else [])]
         pairs = list(dict.fromkeys(kv_types or [(name, name) for name in names]))
         speed = bandwidth and bandwidth * 1e9 or (host_bandwidth() if not gpus and not foreign else None)
@@ -91,7 +92,7 @@ def plan(out: Output, model: Path | None, kv_types: tuple, vram: int | None, aut
                     continue
                 fits = m.device <= budget
                 rows.append({"type": pair_name(pair), "works": True, "effective": [[k, v, n] for (k, v), n in m.info.types.items()],
-                             "weights": m.weights, "kv": m.kv, "state": m.state, "compute": m.compute, "cuda_copies": m.scratch, "total": m.total,
+                             "weights": m.weights, "kv": m.kv, "window": m.info.bytes_window, "state": m.state, "compute": m.compute, "cuda_copies": m.scratch, "total": m.total,
                              "on_host": m.host, "kv_f16": m.info.bytes_f16, "fits": fits,
                              "longest_context": longest(header_only, pair, setup, budget, max(limit, setup.context)),
                              "bytes_per_token": traffic(m), "bytes_to_f16": traffic(m) / base,
@@ -116,8 +117,9 @@ def _lines(row: dict, trained: int, speed: float | None):
         return
     context = row["longest_context"]
     reach = f"up to {context} tokens" + (" (trained)" if context >= trained else "") if context else "no context fits"
+    window = f" with {mebibytes(row['window'])} of f16 window" if row["window"] else ""
     state = f" and {mebibytes(row['state'])} of state" if row["state"] else ""
     yield row["type"], "weights", mebibytes(row["weights"]), f"total {mebibytes(row['total'])}, {'fits' if row['fits'] else 'does not fit'}"
-    yield "", "KV cache", mebibytes(row["kv"]), (f"{row['kv_f16'] / row['kv']:.2f}x smaller" if row["kv"] else "none") + f"{state}; {reach}"
+    yield "", "KV cache", mebibytes(row["kv"]), (f"{row['kv_f16'] / row['kv']:.2f}x smaller" if row["kv"] else "none") + f"{window}{state}; {reach}"
     yield "", "compute", mebibytes(row["compute"]), (f"at most {row['tokens_per_second_at_most']:.0f} tokens/s" if speed
                                                      else f"{row['bytes_to_f16']:.2f} of f16's bytes a token")

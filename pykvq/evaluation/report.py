@@ -144,7 +144,7 @@ f16 perplexity {{ '%.2f' % v.f16.perplexity }}. Brackets: 95 % intervals.</p>
 {% if loop.first %}<td>{{ r.found }}</td><td>{{ r.lost }}</td><td>{{ r.gained }}</td>{% else %}<td></td><td></td><td></td>{% endif %}</tr>
 {% endfor %}{% endfor %}</table></div>
 <h2>Long greedy runs</h2>
-<p class="note">{{ v.setup.prompts }} runs of {{ v.setup.generated }} tokens, one token at a time: tokens that equal f16's before the first difference, and the share of
+<p class="note">{{ v.setup.chunks }} runs of {{ v.setup.generated }} tokens after half a text, one token at a time: tokens that equal f16's before the first difference, and the share of
 four-token sequences that had occurred before (f16 {{ percent(v.f16.repetition_f16) }}).</p>
 <div class="wide"><table id="runs"><tr><th>cache type</th><th>equal tokens</th><th>repetition</th></tr>
 {% for r in results %}<tr><td>{{ name(r) }}</td><td>{{ r.first_divergence | join(', ') }}</td><td>{{ percent(r.repetition.value) }}</td></tr>

@@ -72,7 +72,8 @@ def answer(context: Context, t: Task, advance: Callable[[int], None] = lambda n:
     for question, code in zip(t.questions, t.answers):
         context.copy(0, 1)
         asked, start = question + code[:-1], len(t.tokens)
-        logits = context.decode_batch([(token, start + i, 1, i >= len(question) - 1) for i, token in enumerate(asked)])
+        entries = [(token, start + i, 1, i >= len(question) - 1) for i, token in enumerate(asked)]
+        logits = np.concatenate([context.decode_batch(entries[i:i + context.n_batch]) for i in range(0, len(entries), context.n_batch)])
         context.remove(1, 0)
         found.append(logits.argmax(1).tolist() == code)
     return np.array(found)

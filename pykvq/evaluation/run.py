@@ -1,6 +1,7 @@
 """The evaluation itself: one f16 pass, then every type against it, piece by piece into a Store."""
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pykvq.formats import CODEBOOK
 from pykvq.native import llama_commit
 
 F16 = ("f16", "f16")
+WINDOW_BATCH = 32
 DECODE_WEIGHT = 4                    # a token decoded alone takes about as long as this many of a batch
 _SEED = 1                            # of the samples; calibration uses 0, and nobody should be examined on what he has learnt from
 
@@ -25,14 +27,12 @@ _SEED = 1                            # of the samples; calibration uses 0, and n
 @dataclass(frozen=True)
 class Setup:
     """Sizes, in tokens. `rows` positions of each of `chunks` texts of `context` tokens are scored; retrieval reads `texts` texts of
-    each of `lengths`; generation makes `generated` tokens from each of `prompts` prompts."""
+    each of `lengths`; generation makes `generated` tokens after the first half of every chunk."""
     context: int = 1024
     chunks: int = 3
     rows: int = 256
     lengths: tuple[int, ...] = (512, 1024, 2048)
     texts: int = 1
-    prompts: int = 3
-    prompt: int = 64
     generated: int = 96
 
     @property
@@ -40,13 +40,18 @@ class Setup:
         """Scored positions of a chunk, evenly spaced; the last token has no successor to score."""
         return np.linspace(0, self.context - 2, min(self.rows + 1, self.context - 1)).astype(int)[1:]
 
+    @property
+    def prompt(self) -> int:
+        """Tokens that a greedy run begins with: more than an f16 window holds, unless the context is short."""
+        return self.context // 2
+
     def work(self) -> int:
         """Weighted tokens of one type."""
         return (self.chunks * self.context + self.texts * sum(self.lengths)
-                + self.prompts * (self.prompt + DECODE_WEIGHT * self.generated))
+                + self.chunks * (self.prompt + DECODE_WEIGHT * self.generated))
 
 
-QUICK = Setup(context=512, chunks=2, rows=128, lengths=(256, 512), texts=1, prompts=2, prompt=64, generated=48)
+QUICK = Setup(context=512, chunks=2, rows=128, lengths=(256, 512), texts=1, generated=48)
 
 
 def configurations(kv_types: Sequence[tuple[str, str]], parts: bool) -> list[tuple[str, str]]:
@@ -58,20 +63,21 @@ def configurations(kv_types: Sequence[tuple[str, str]], parts: bool) -> list[tup
 
 
 class Evaluation:
-    """Pieces of one model, text and setup. Raises ValueError for a model without a cache, a tokenizer or a decoder of its own, and, when
+    """Pieces of one model, text and setup; window: kv_sink and kv_recent of Context, where they are not the type's own. Raises ValueError for a model without a cache, a tokenizer or a decoder of its own, and, when
     run, for texts that are too short."""
 
-    def __init__(self, model: Model, setup: Setup, *, text: Path | None = None, threads: int | None = None, folder: Path | None = None):
+    def __init__(self, model: Model, setup: Setup, *, text: Path | None = None, threads: int | None = None, window: dict[str, int | None] | None = None,
+                 folder: Path | None = None):
         if not model.header.heads_kv:
             raise ValueError(f"{model.header.name} keeps no KV cache, so there is nothing to compare")
         if native.llama_model_has_encoder(model.handle):
             raise ValueError(f"{model.header.name} has an encoder; pykvq eval judges models that continue a text")
         model.tokenize("")                       # retrieval needs a tokenizer: said now, not after the other pieces
-        self.model, self.setup, self.text, self.threads = model, setup, text, threads
+        self.model, self.setup, self.text, self.threads, self.window = model, setup, text, threads, window or {}
         self.source = f"text {text.name}" if text else f"own samples, temperature 1, seed {_SEED}"
         content = text_hash(np.frombuffer(text.read_bytes(), np.uint8)) if text else self.source
         self.store = Store({"model": model_identity(model.header.path), "text": content, "setup": asdict(setup), "version": pykvq.__version__,
-                            "llama.cpp": llama_commit(), "codebook": CODEBOOK, "gpu_layers": model.gpu_layers}, folder)
+                            "llama.cpp": llama_commit(), "codebook": CODEBOOK, "window": self.window, "gpu_layers": model.gpu_layers}, folder)
 
     def run(self, pairs: Sequence[tuple[str, str]], begin: Callable[[int], Callable[[str, int], None]] = lambda total: lambda label, done: None) -> None:
         """Measure every pair, F16 first; what is in the store is not run again. begin(total) is told the work and returns advance(label, done).
@@ -83,16 +89,20 @@ class Evaluation:
         advance = begin(len(missing) * self.setup.work() + texts * self.setup.chunks * self.setup.context * (1 if self.text else DECODE_WEIGHT))
         chunks = self.chunks(lambda n: advance("text", n))
         for pair in missing:
-            label = ",".join(pair)
+            label, start = ",".join(pair), time.monotonic()
             self._scores(pair, chunks, lambda n: advance(f"{label}: divergence", n))
             self._retrieval(pair, lambda n: advance(f"{label}: retrieval", n))
             self._generation(pair, chunks, lambda n: advance(f"{label}: generation", n))
-            self.store.put(f"{name(pair)}-done")
+            self.store.put(f"{name(pair)}-done", seconds=time.monotonic() - start)
+
+    def seconds(self, pairs: Sequence[tuple[str, str]]) -> float:
+        """What the text and these pairs took when they were measured, which may have been in an earlier run."""
+        return float(sum(self.store.get(piece)["seconds"] for piece in ("text", *(f"{name(pair)}-done" for pair in pairs))))
 
     def chunks(self, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
         """The texts; int32 [chunks, context]."""
         if not self.store.has("text"):
-            shape = self.setup.chunks, self.setup.context
+            shape, start = (self.setup.chunks, self.setup.context), time.monotonic()
             if self.text:
                 tokens = text_chunks(self.model, [self.text], *shape)
                 advance(tokens.size)
@@ -104,8 +114,17 @@ class Evaluation:
                 except BaseException:
                     self.store.put("text-part", tokens=tokens)
                     raise
-            self.store.put("text", tokens=tokens)
+            self.store.put("text", tokens=tokens, seconds=time.monotonic() - start)
         return self.store.get("text")["tokens"]
+
+    def _context(self, n_ctx: int, pair: tuple[str, str], **options) -> Context:
+        """A context for the pair. All of a micro-batch counts as recent in an f16 window, so there it is kept small: a token must meet the
+        cache that it would meet when decoded alone."""
+        context = Context(self.model, n_ctx, pair, **self.window, threads=self.threads, **options)
+        if not context.info().bytes_window:
+            return context
+        context.close()
+        return Context(self.model, n_ctx, pair, **self.window, threads=self.threads, n_batch=WINDOW_BATCH, **options)
 
     def _scores(self, pair: tuple[str, str], chunks: np.ndarray, advance: Callable[[int], None]) -> None:
         """Divergence, surprise and agreement at the scored positions of every chunk."""
@@ -114,8 +133,9 @@ class Evaluation:
         advance((len(chunks) - len(todo)) * setup.context)
         if not todo:
             return
-        with Context(self.model, setup.context, pair, threads=self.threads, n_batch=min(512, setup.context)) as context:
+        with self._context(setup.context, pair) as context:
             self.store.put(f"{name(pair)}-cache", bytes=context.info().bytes, bytes_f16=context.info().bytes_f16,
+                           window=max(layer.n_window for layer in context.info()),
                            types=[f"{n} x K {k} V {v}" for (k, v), n in context.info().types.items()])
             for i in todo:
                 logits, next_tokens = score(context, chunks[i], positions, advance), chunks[i][positions + 1]
@@ -134,19 +154,18 @@ class Evaluation:
             if self.store.has(piece):
                 advance(self.setup.texts * length)
                 continue
-            with Context(self.model, retrieval.room(length), pair, n_seq=2, unified=True, threads=self.threads) as context:
+            with self._context(retrieval.room(length), pair, n_seq=2, unified=True) as context:
                 found = [retrieval.answer(context, retrieval.task(self.model, length, seed), advance) for seed in range(self.setup.texts)]
             self.store.put(piece, found=found)
 
     def _generation(self, pair: tuple[str, str], chunks: np.ndarray, advance: Callable[[int], None]) -> None:
         """Greedy runs from the starts of the chunks."""
         setup = self.setup
-        with Context(self.model, (setup.prompt + setup.generated + 255) // 256 * 256, pair, threads=self.threads) as context:
-            for i in range(setup.prompts):
+        with self._context((setup.prompt + setup.generated + 255) // 256 * 256, pair) as context:
+            for i in range(setup.chunks):
                 piece = f"{name(pair)}-generation-{i}"
                 if not self.store.has(piece):
-                    prompt = chunks[i % len(chunks)][i // len(chunks) * setup.prompt:][:setup.prompt].tolist()
-                    self.store.put(piece, tokens=generation.greedy(context, prompt, setup.generated))
+                    self.store.put(piece, tokens=generation.greedy(context, chunks[i][:setup.prompt].tolist(), setup.generated))
                 advance(setup.prompt + DECODE_WEIGHT * setup.generated)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 from pykvq.evaluation.generation import first_divergence, repetition
-from pykvq.evaluation.run import F16, Evaluation, name
+from pykvq.evaluation.run import F16, WINDOW_BATCH, Evaluation, name
 
 LEVEL = 0.95                         # of every interval
 BLOCK = 32                           # neighbouring positions resemble each other: intervals of means come from blocks
@@ -32,6 +32,7 @@ class Result:
     layers: list[str]
     bytes: int
     bytes_f16: int
+    window: int                                  # tokens that the cache also keeps in f16
     kld: Figure
     kld_quantiles: dict[str, Figure]
     perplexity: float
@@ -67,11 +68,12 @@ def summary(evaluation: Evaluation, pair: tuple[str, str]) -> Result:
     share = stats.binomtest(same, n).proportion_ci(LEVEL, method="wilson")
     found, expected = (np.stack([store.get(f"{name(p)}-retrieval-{length}")["found"] for length in setup.lengths]) for p in (pair, F16))
     hits = stats.binomtest(int(found.sum()), found.size).proportion_ci(LEVEL, method="wilson")
-    runs, their = ([store.get(f"{name(p)}-generation-{i}")["tokens"] for i in range(setup.prompts)] for p in (pair, F16))
+    runs, their = ([store.get(f"{name(p)}-generation-{i}")["tokens"] for i in range(setup.chunks)] for p in (pair, F16))
     regression = stats.linregress(np.log2(np.tile(setup.positions + 1.0, len(kl))), kl.ravel())
     spread = regression.stderr * stats.t.ppf((1 + LEVEL) / 2, max(kl.size - 2, 1))
     return Result(
-        pair, cache["types"].tolist(), int(cache["bytes"]), int(cache["bytes_f16"]), _mean(kl),
+        pair, cache["types"].tolist(), int(cache["bytes"]), int(cache["bytes_f16"]),
+        max(0, int(cache["window"]) - WINDOW_BATCH), _mean(kl),
         {f"{100 * q:g}": _quantile(kl.ravel(), q) for q in QUANTILES}, float(np.exp(ours["surprise"].mean())),
         Figure(*(None if v is None else float(np.exp(v)) for v in (growth.value, growth.low, growth.high))),
         Figure(same / n, float(share.low), float(share.high)), [_mean(part) for part in np.array_split(kl, BINS, axis=1)],
@@ -122,7 +124,7 @@ class Verdict:
     able: bool
 
 
-def verdict(model_name: str, base: Result, results: Sequence[Result], tolerance: float) -> Verdict:
+def verdict(model_name: str, base: Result, results: Sequence[Result], tolerance: float, window: dict[str, int | None] | None = None) -> Verdict:
     """The smallest cache whose mean KLD is within the tolerance and which finds as many facts as f16.
 
     A model that does not find them with f16 is not asked to find them with less.
@@ -141,12 +143,13 @@ def verdict(model_name: str, base: Result, results: Sequence[Result], tolerance:
     repeats = (f" Its long answers repeat themselves more than f16's ({r.repetition.value:.0%}, f16 {r.repetition_f16:.0%})."
                if r.repetition.value > r.repetition_f16 + 0.2 else "")
     return Verdict(r.kv_type, f"{_names(r)} is the smallest measured type that keeps {model_name} within a KLD of {tolerance:g} "
-                   f"({_interval(r.kld)}){retrieval}: {flags(r.kv_type)} ({r.bytes_f16 / r.bytes:.2f}x smaller than f16).{unsure}{repeats}{unable}", able)
+                   f"({_interval(r.kld)}){retrieval}: {flags(r.kv_type, window)} ({r.bytes_f16 / r.bytes:.2f}x smaller than f16).{unsure}{repeats}{unable}", able)
 
 
-def flags(kv_type: tuple[str, str]) -> str:
-    """What to give llama-server and its like."""
-    return f"--cache-type-k {kv_type[0]} --cache-type-v {kv_type[1]}"
+def flags(kv_type: tuple[str, str], window: dict[str, int | None] | None = None) -> str:
+    """What to give llama-server and its like; window: kv_sink and kv_recent where they are not the type's own."""
+    given = "".join(f" --{key.replace('_', '-')} {n}" for key, n in (window or {}).items() if n is not None)
+    return f"--cache-type-k {kv_type[0]} --cache-type-v {kv_type[1]}{given}"
 
 
 def _names(r: Result) -> str:

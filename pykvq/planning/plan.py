@@ -25,12 +25,14 @@ class Setup:
     ubatch: int = 512
     unified: bool = False
     swa_full: bool = False
+    kv_sink: int | None = None
+    kv_recent: int | None = None
     foreign: bool = False
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one type. `state` is the recurrent part; `scratch` is inside `compute`: f16 copies of one layer, estimated; `host`
+    """Bytes of one type. kv includes f16 windows; `state` is the recurrent part; `scratch` is inside `compute`: f16 copies of one layer, estimated; `host`
     is what of the total lies in the host's memory where a GPU holds the rest."""
     info: CacheInfo
     weights: int
@@ -54,7 +56,7 @@ class Memory:
 def memory(model: Model, kv_type: tuple[str, str], setup: Setup) -> Memory:
     """Of a model opened with no_alloc. Raises ValueError when llama.cpp refuses the type or the context."""
     with Context(model, setup.context, kv_type, n_seq=setup.parallel, unified=setup.unified, n_batch=setup.ubatch, swa_full=setup.swa_full,
-                 n_outputs=setup.parallel) as context:
+                 n_outputs=setup.parallel, kv_sink=setup.kv_sink, kv_recent=setup.kv_recent) as context:
         info, buffers = context.info(), context.memory_info()
     scratch = _copies(info) if setup.foreign else 0
     caches = sum(b.context for b in buffers)

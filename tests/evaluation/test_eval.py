@@ -13,7 +13,7 @@ from pykvq.evaluation.run import F16, Evaluation, Setup
 from pykvq.evaluation.summary import summary
 from pykvq.tiny_model import write_tiny_model
 
-SMALL = Setup(context=96, chunks=2, rows=48, lengths=(384,), texts=1, prompts=2, prompt=16, generated=12)
+SMALL = Setup(context=96, chunks=2, rows=48, lengths=(384,), texts=1, generated=12)
 TURBO3 = ("turbo3", "turbo3")
 
 
@@ -147,9 +147,16 @@ def test_command_as_json(run):
 
 
 def test_command_ends_with_the_verdict_and_1_when_nothing_fits(run):
-    result = run("--kv-type", "turbo2", "--no-parts", "--tolerance", "0.000001")
+    result = run("--kv-type", "turbo2", "--no-parts", "--tolerance", "0.000001", "--kv-sink", 0, "--kv-recent", 0)
     assert result.exit_code == 1 and "Stay with f16" in result.stdout.strip().splitlines()[-1] + result.stdout
     assert "the f16 pass is kept" in result.stderr
+
+
+def test_a_window_that_holds_most_of_the_text_is_told(run):
+    result = run("--json", "--kv-type", "turbo2", "--no-parts", "--kv-sink", 16, "--kv-recent", 64)
+    row = json.loads(result.stdout)["results"][0]
+    assert 80 <= row["window"] <= 96 and "lie in its f16 window" in result.stderr
+    assert "lie in its f16 window" not in run("--json", "--kv-type", "turbo2", "--no-parts", "--kv-sink", 0, "--kv-recent", 0).stderr
 
 
 @pytest.mark.parametrize("arguments, words", [(["--ctx", "4096"], "trained for"), (["--kv-type", "turbo9"], "turbo9"), (["--tolerance", "0"], "range"),

@@ -10,7 +10,7 @@ from pykvq.evaluation.summary import Figure, Result, _mean, _quantile, _t, flags
 def result(kv_type, kld, size, lost=0, gained=0, found=15, **extra):
     pair = (kv_type, kv_type) if isinstance(kv_type, str) else kv_type
     figure = Figure(kld, kld * 0.9, kld * 1.1)
-    return Result(pair, [], size, 1000, figure, {}, 10.0, Figure(1.0), Figure(0.9), [], figure, {}, found, lost, gained, Figure(found / 15),
+    return Result(pair, [], size, 1000, 0, figure, {}, 10.0, Figure(1.0), Figure(0.9), [], figure, {}, found, lost, gained, Figure(found / 15),
                   [], Figure(0.1), 0.1, **extra)
 
 
@@ -33,6 +33,11 @@ def test_a_lost_fact_is_a_loss_unless_another_is_gained():
 def test_k_and_v_alone_are_candidates():
     v = verdict("M", BASE, [result("turbo3", 0.2, 200), result(("f16", "turbo3"), 0.03, 600)], 0.05)
     assert v.kv_type == ("f16", "turbo3") and "K f16, V turbo3" in v.sentence and flags(v.kv_type) in v.sentence
+
+
+def test_a_window_that_was_asked_for_is_among_the_flags():
+    assert flags(("turbo2", "turbo2"), {"kv_sink": 0, "kv_recent": None}) == "--cache-type-k turbo2 --cache-type-v turbo2 --kv-sink 0"
+    assert flags(("turbo2", "turbo2")) == "--cache-type-k turbo2 --cache-type-v turbo2"
 
 
 def test_nothing_good_enough():
