@@ -48,7 +48,8 @@ def measure(model: Model, kv_type: str, depth: int, a: argparse.Namespace) -> di
     tokens = np.random.default_rng(1).integers(0, model.n_vocab, max(a.prefix, a.prefill, a.tokens * a.streams)).tolist()
     try:
         context = Context(model, room * a.streams, tuple(kv_type.split(",")) if "," in kv_type else kv_type, n_seq=max(2, a.streams),
-                          unified=a.streams == 1, n_batch=a.batch, n_ubatch=a.ubatch, threads=a.threads, kvq=a.kvq)
+                          unified=a.streams == 1, n_batch=a.batch, n_ubatch=a.ubatch, threads=a.threads, kvq=a.kvq, kv_sink=a.window[0],
+                          kv_recent=a.window[1])
     except (MemoryError, ValueError) as error:
         return row | {"refused": str(error)}
     with context:
@@ -102,6 +103,8 @@ def main() -> None:
     ap.add_argument("--gpu-layers", type=int, default=0)
     ap.add_argument("--threads", type=int, default=os.cpu_count())
     ap.add_argument("--kvq", default="auto", choices=["auto", "off"])
+    ap.add_argument("--window", type=lambda text: tuple(map(int, text.split(","))), default=(None, None), metavar="SINK,RECENT",
+                    help="f16 window (docs/windows.md); default: that of the type")
     ap.add_argument("--json", help="file for the rows, with what was not rounded")
     a = ap.parse_args()
     quiet_log()

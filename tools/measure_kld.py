@@ -52,15 +52,15 @@ def codec_callback(pair: tuple[str, str]):
     return rewrite
 
 
-def last_logits(context: Context, chunk: list[int], n: int, decode: bool) -> np.ndarray:
-    """Logits of the last n tokens of a chunk; float32 [n, n_vocab]."""
+def last_logits(context: Context, chunk: list[int], n: int, decode: bool, offset: int) -> np.ndarray:
+    """Logits of the last n tokens of a chunk, whose first stands at position offset; float32 [n, n_vocab]."""
     half = len(chunk) - n
     context.clear()
     if not decode:
-        entries = [(token, i, 0, i >= half) for i, token in enumerate(chunk)]
+        entries = [(token, offset + i, 0, i >= half) for i, token in enumerate(chunk)]
         return np.concatenate([context.decode_batch(entries[i:i + context.n_batch]) for i in range(0, len(entries), context.n_batch)])
-    context.decode(chunk[:half], 0, logits="none")
-    return np.concatenate([context.decode_batch([(token, half + i, 0, True)]) for i, token in enumerate(chunk[half:])])
+    context.decode(chunk[:half], offset, logits="none")
+    return np.concatenate([context.decode_batch([(token, offset + half + i, 0, True)]) for i, token in enumerate(chunk[half:])])
 
 
 class Score:
@@ -93,12 +93,14 @@ def main() -> None:
     ap.add_argument("--score", type=int, help="tokens scored at the end of a chunk; default: half of it")
     ap.add_argument("--decode", action="store_true", help="score token by token")
     ap.add_argument("--kvq", choices=("auto", "off"), default="auto", help="what the cache does to keys before it stores them")
+    ap.add_argument("--offset", type=int, default=0, help="position of the first token of a chunk")
+    ap.add_argument("--gpu-layers", type=int, default=0)
     ap.add_argument("--batch", type=int, default=512, help="tokens a batch")
     ap.add_argument("--kernel-only", action="store_true", help="no reference")
     a = ap.parse_args()
     quiet_log()
     pairs = {t: (t.split(",")[0], t.split(",")[-1]) for t in a.types}
-    with Model(a.model) as model:
+    with Model(a.model, a.gpu_layers) as model:
         tokens = model.tokenize(a.text.read_text())
         chunks = [tokens[:1] + tokens[a.skip + i * a.ctx:a.skip + i * a.ctx + a.ctx - 1] for i in range(a.chunks)]
         if any(len(c) < a.ctx for c in chunks):
@@ -107,13 +109,13 @@ def main() -> None:
         def run(kv_type, callback=None, window=(None, None)):
             with Context(model, a.ctx, kv_type, n_batch=min(a.ctx, a.batch), kvq="off" if callback else a.kvq, kv_sink=window[0],
                          kv_recent=window[1], on_tensor=callback) as context:
-                return [last_logits(context, c, a.score or a.ctx - a.ctx // 2, a.decode) for c in chunks]
+                return [last_logits(context, c, a.score or a.ctx - a.ctx // 2, a.decode, a.offset) for c in chunks]
 
         exact = run("f16")
         base = Score()
         for e, c in zip(exact, chunks):
             base.add(e, e, c)
-        print(f"{model.header.name}, {a.text.name}, context {a.ctx}, {a.chunks} chunks, {'token by token' if a.decode else 'one batch'}; "
+        print(f"{model.header.name}, {a.text.name}, context {a.ctx} at position {a.offset}, {a.chunks} chunks, {'token by token' if a.decode else 'one batch'}; "
               f"f16 perplexity {base.row()[2]:.3f}\n")
         print("| cache | window | KL kernel | KL reference | ratio | p99 | perplexity | same top |\n|---|---|---|---|---|---|---|---|", flush=True)
         windows = [tuple(map(int, w.split(","))) for w in a.windows or []] or [(None, None) if a.kernel_only else (0, 0)]
