@@ -15,11 +15,11 @@ using namespace metal;
 
 // ---- blocks ----
 
-static inline constexpr short kvq_bytes(short store, short n) {
+static inline short kvq_bytes(short store, short n) {
     return store == KVQ_STORE_F16 ? 2*n : store == KVQ_STORE_Q8_0 ? n/32*34 : n*(store == KVQ_STORE_OSCAR2 ? 2 : store)/8 + 2;
 }
 
-static inline constexpr bool kvq_rotated(short store) { return store <= 4; }
+static inline bool kvq_rotated(short store) { return store <= 4; }
 
 // levels of a store in threadgroup memory: 16 of the turbo types, or 16 + 16 + 16 of oscar2's tiers
 static inline void kvq_load_levels(short store, threadgroup float * table, ushort i, ushort step) {

@@ -1,6 +1,7 @@
 // The C interface of ggml's Metal backend below its operations (ggml-metal-device.h, ggml-metal-context.h), on the host
 // machine instead of on Apple's framework. Upstream's C++ files above it are compiled unchanged.
 #include "ggml-backend-impl.h"
+#include "ggml-cpu.h"
 #include "ggml-impl.h"
 #include "ggml-metal.h"
 #include "ggml-metal-context.h"
@@ -154,16 +155,7 @@ const char * ggml_metal_device_id_token(ggml_metal_device_id) { return "host"; }
 void ggml_metal_device_get_memory(ggml_metal_device_t, size_t * free, size_t * total) { *free = *total = DEVICE_BYTES; }
 
 bool ggml_metal_device_supports_op(ggml_metal_device_t dev, const ggml_tensor * op) {
-    if (kvq_metal_owns(op)) {
-        return kvq_metal_supports(dev, op);
-    }
-    switch (op->op) {
-        case GGML_OP_NONE: case GGML_OP_VIEW: case GGML_OP_RESHAPE: case GGML_OP_PERMUTE: case GGML_OP_TRANSPOSE:
-        case GGML_OP_SET_ROWS: case GGML_OP_GET_ROWS: case GGML_OP_CPY: case GGML_OP_FLASH_ATTN_EXT:
-            return true;
-        default:
-            return false;
-    }
+    return !kvq_metal_owns(op) || kvq_metal_supports(dev, op);
 }
 
 ggml_metal_event_t ggml_metal_device_event_init(ggml_metal_device_t) { return nullptr; }
@@ -217,15 +209,33 @@ void ggml_metal_set_abort_callback(ggml_metal_t, ggml_abort_callback, void *) {}
 bool ggml_metal_supports_family(ggml_metal_t, int) { return true; }
 void ggml_metal_capture_next_compute(ggml_metal_t) {}
 
-ggml_status ggml_metal_graph_compute(ggml_metal_t ctx, ggml_cgraph * gf) {
-    for (int i = 0; i < gf->n_nodes; ++i) {
-        gf->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
-    }
-    ggml_metal_op_t ops = ggml_metal_op_init(ctx->dev, nullptr, gf, ctx->dev->fusion, 0, gf->n_nodes, true, false, 0);
+// Operations of a cache run as Metal kernels; the rest of a graph, which has none here, on the CPU.
+static bool is_kernel(const ggml_tensor * op) {
+    return kvq_metal_owns(op) || op->op == GGML_OP_SET_ROWS || op->op == GGML_OP_GET_ROWS || op->op == GGML_OP_CPY || op->op == GGML_OP_FLASH_ATTN_EXT;
+}
+
+static void encode(const ggml_metal_t ctx, ggml_cgraph * part) {
+    ggml_metal_op_t ops = ggml_metal_op_init(ctx->dev, nullptr, part, ctx->dev->fusion, 0, part->n_nodes, true, false, 0);
     for (int i = 0; i < ggml_metal_op_n_nodes(ops);) {
         i += ggml_metal_op_encode(ops, i);
     }
     ggml_metal_op_free(ops);
+}
+
+ggml_status ggml_metal_graph_compute(ggml_metal_t ctx, ggml_cgraph * gf) {
+    static const ggml_backend_t cpu = ggml_backend_cpu_init();
+    for (int first = 0, next = 0; first < gf->n_nodes; first = next) {
+        const bool kernels = is_kernel(gf->nodes[first]);
+        for (next = first; next < gf->n_nodes && (ggml_op_is_empty(gf->nodes[next]->op) || is_kernel(gf->nodes[next]) == kernels); ++next) {
+            gf->nodes[next]->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        }
+        ggml_cgraph part = ggml_graph_view(gf, first, next);
+        if (kernels) {
+            encode(ctx, &part);
+        } else {
+            ggml_backend_graph_compute(cpu, &part);
+        }
+    }
     return GGML_STATUS_SUCCESS;
 }
 
