@@ -1,4 +1,4 @@
-// Calibrated transforms of the keys and queries of a few tokens, those of one layer as one operation.
+// Calibrated transforms of keys and queries, those of one layer as one operation.
 #include "kvq-transform.h"
 #include "kvq-simd.h"
 
@@ -9,7 +9,7 @@ constexpr int GROUP = 4;       // rows that meet a column together
 
 int kvq_cpu_transform(const ggml_compute_params * params, const ggml_cgraph * graph, int i) {
     kvq_transform_args a;
-    const int n_done = kvq_find_transform(graph, i, a);
+    const int n_done = kvq_find_transform(graph, i, INT64_MAX, a);
     if (!n_done) {
         return 0;
     }

@@ -4,8 +4,9 @@
 #include "kvq-rows-ops.cuh"
 #include "kvq-transform.h"
 
-constexpr int KVQ_TRANSFORM_WARPS = 8;
-constexpr int KVQ_TRANSFORM_ROWS  = 2;     // matrix rows of a warp
+constexpr int KVQ_TRANSFORM_TOKENS = 8;    // larger batches are cuBLAS's
+constexpr int KVQ_TRANSFORM_WARPS  = 8;
+constexpr int KVQ_TRANSFORM_ROWS   = 2;    // matrix rows of a warp
 
 // NV: vectors of 4 values that a lane holds of a row. Blocks: KV head and rows of its matrix; keys, queries.
 template <int NV>
@@ -58,7 +59,7 @@ static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(c
 
 int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
     kvq_transform_args a;
-    const int n_done = kvq_find_transform(graph, i, a);
+    const int n_done = kvq_find_transform(graph, i, KVQ_TRANSFORM_TOKENS, a);
     if (n_done) {
         constexpr int rows = KVQ_TRANSFORM_WARPS*KVQ_TRANSFORM_ROWS;
         const ggml_cuda_kernel_launch_params launch(dim3(unsigned(a.n_head_kv*((a.d + rows - 1)/rows)), 2, 1), dim3(32, KVQ_TRANSFORM_WARPS, 1), size_t(0), ctx.stream());

@@ -1,12 +1,9 @@
-// The calibrated transforms of a layer, (k - mean) F~ and q B~^T, for a small batch: found in a graph, so that a backend can run
-// them as one. As operations of ggml they are three or four, and at one token each costs more than its arithmetic.
+// The calibrated transforms of a layer, (k - mean) F~ and q B~^T, found in a graph, so that a backend can run them as one. As operations of ggml they are three or four, and at one token each costs more than its arithmetic.
 // For C++ files that include ggml-impl.h.
 #pragma once
 
 #include "ggml-impl.h"
 #include "kvq.h"
-
-constexpr int KVQ_TRANSFORM_TOKENS = 8;    // of larger batches matrix products run well
 
 // y = M (x - mean) for the columns x of every KV head: n1*n2 of them, the one of indices i, j at x + i*nbx1 + (head*n2 + j)*nbx2
 struct kvq_transform_part {
@@ -39,9 +36,9 @@ static inline bool kvq_overlap(const ggml_tensor * x, const ggml_tensor * y) {
     return a < b + ggml_nbytes(y) && b < a + ggml_nbytes(x);
 }
 
-// Fills `a` when node i begins the transforms of a layer, as ggml_kernels/llama/kvq-transforms.cpp builds them: returns the number
+// Fills `a` when node i begins the transforms of a layer for at most max_tokens tokens, as ggml_kernels/llama/kvq-transforms.cpp builds them: returns the number
 // of nodes after i that belong to them, 0 when node i begins something else.
-static inline int kvq_find_transform(const ggml_cgraph * graph, const int i, kvq_transform_args & a) {
+static inline int kvq_find_transform(const ggml_cgraph * graph, const int i, const int64_t max_tokens, kvq_transform_args & a) {
     auto node = [&](const int j) { return j < graph->n_nodes ? graph->nodes[j] : nullptr; };
     auto next = [&](int j) {
         do { j++; } while (j < graph->n_nodes && ggml_op_is_empty(graph->nodes[j]->op));   // views between them
@@ -69,7 +66,7 @@ static inline int kvq_find_transform(const ggml_cgraph * graph, const int i, kvq
     const ggml_tensor * k = sub ? sub->src[0] : kt->src[1], * mean = sub ? sub->src[1] : nullptr, * q = qt->src[1];
     const ggml_tensor * k_in = kt->src[0], * q_in = qt->src[0];
     const int64_t d = kt->ne[0], n = kt->ne[1], heads = kt->ne[2];
-    const bool known = n <= KVQ_TRANSFORM_TOKENS && d % 16 == 0 && d <= 512 && q_in->ne[2] == heads && q->ne[2] % heads == 0 &&
+    const bool known = n <= max_tokens && d % 16 == 0 && d <= 512 && q_in->ne[2] == heads && q->ne[2] % heads == 0 &&
         (!sub || (kt->src[1]->view_src == sub && kvq_vector_rows(mean) && ggml_is_contiguous(mean) && ggml_nelements(mean) == d*heads)) &&
         kvq_vector_rows(k) && kvq_vector_rows(q) && kvq_vector_rows(k_in, GGML_TYPE_F16) && kvq_vector_rows(q_in, GGML_TYPE_F16) &&
         ggml_is_contiguous(k_in) && ggml_is_contiguous(q_in) && ggml_is_contiguous(qt) && ggml_is_contiguous(out) &&

@@ -100,8 +100,8 @@ bool   kvq_cpu_owns_flash_attn(const struct ggml_tensor * dst);
 size_t kvq_cpu_flash_attn_work_size(const struct ggml_tensor * dst, int n_threads);
 void   kvq_cpu_flash_attn(const struct ggml_compute_params * params, struct ggml_tensor * dst);
 
-// This thread's share of node i and later ones, when they are the calibrated transforms of a layer for a small batch: the number of
-// nodes after i that are done, 0 for none.
+// This thread's share of node i and later ones, when they are the calibrated transforms of a layer: the number of nodes after i
+// that are done, 0 for none.
 struct ggml_cgraph;
 int    kvq_cpu_transform(const struct ggml_compute_params * params, const struct ggml_cgraph * graph, int i);
 

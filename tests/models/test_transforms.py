@@ -71,7 +71,7 @@ def test_group_ratios(calibrated, floats, heads, heads_kv):
 
 @pytest.mark.parametrize("heads_kv", [1, 2])
 def test_batches_around_the_limit_of_the_fused_kernels(calibrated, floats, heads_kv):
-    """One to eight tokens are transformed as one operation, more as products."""
+    """On a GPU one to eight tokens are transformed as one operation, more as products."""
     floats("turbo3")
 
     def run(context):
