@@ -9,8 +9,8 @@
 # and a key bias add to attention), model (llama-bench on an 8B-shaped random model), streams (eight of 32K), long (a context of
 # 1,000,000 tokens, half an hour of prefill); over caches filled from a short prefix: depth (decode at 0, 32K, 128K and at
 # MILLION=1000000 tokens), depthstreams (eight of 32K), prefill128k (512 and 2048 tokens); bandwidth (decode attention as a share
-# of a device copy, and what ncu counts), transforms (the cost of calibrated data), calibrate (statistics of the 8B shape), pip
-# (the pip form of the build, and pykvq doctor on it), tests (pytest -m cuda).
+# of a device copy, and what ncu counts), transforms (the cost of calibrated data), calibrate (statistics of the 8B shape), layer
+# (the kernels of a layer by ncu), pip (the pip form of the build, and pykvq doctor on it), tests (pytest -m cuda).
 # The last four and those on filled caches need numpy, diskcache, filelock, jinja2, platformdirs, pyyaml and typing_extensions in
 # python3, calibrate click, rich and scipy too.
 # The default steps take eight minutes on 16 cores and one H200, five of them the build. DEPTHS=131072 TYPES="f16 turbo3"
@@ -115,6 +115,11 @@ step() {
               time CMAKE_ARGS="-DGGML_CUDA=on -DPYKVQ_UPSTREAM_DIR=$PWD/upstream" python3 -m pip install . -v --no-deps --no-index --no-build-isolation \
                   --upgrade --target "$site" -C build-dir="$(realpath "$dir")" > "$dir.pip.log" 2>&1 || { tail -30 "$dir.pip.log"; exit 1; }
               (cd / && PYTHONPATH="$site:$OLDPWD/upstream/vendor/llama.cpp/gguf-py${PYTHONPATH:+:$PYTHONPATH}" "$site/bin/pykvq" doctor) ;;
+    layer)    # kernels in a row of decode at depth 0, with their times: MODEL and TYPES choose, calibrated or not
+              for t in ${TYPES:-turbo2}; do
+                  GGML_CUDA_DISABLE_GRAPHS=1 ncu --clock-control none --launch-skip 1500 --launch-count 48 --metrics gpu__time_duration.sum \
+                      "$(program "$dir" llama-bench)" -m "$(random_model)" -ngl 99 -fa 1 -ctk $t -ctv $t -p 0 -n 8 -r 1 --no-warmup 2>&1 | grep -E "Context|gpu__time|rror" || true
+              done ;;
     tests)    py "$dir" -m pytest -q -m cuda tests/cuda -p no:cacheprovider ;;
     *)        echo "unknown step $2"; exit 2 ;;
     esac
