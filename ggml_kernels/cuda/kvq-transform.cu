@@ -7,6 +7,21 @@
 constexpr int KVQ_TRANSFORM_TOKENS = 8;    // larger batches are cuBLAS's
 constexpr int KVQ_TRANSFORM_WARPS  = 8;
 constexpr int KVQ_TRANSFORM_ROWS   = 2;    // matrix rows of a warp
+constexpr int KVQ_TRANSFORM_COLS   = 4;    // columns that it asks for at once
+
+// Sums of 8 values over the lanes of a warp; lane l gets the one of number l/4.
+static __device__ __forceinline__ float kvq_warp_sums(float (&v)[8], const int lane) {
+#pragma unroll
+    for (int n = 4, offset = 16; n > 0; n /= 2, offset /= 2) {
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            const float other = __shfl_xor_sync(0xFFFFFFFF, lane & offset ? v[i] : v[i + n], offset);
+            v[i] = (lane & offset ? v[i + n] : v[i]) + other;
+        }
+    }
+    v[0] += __shfl_xor_sync(0xFFFFFFFF, v[0], 2);
+    return v[0] + __shfl_xor_sync(0xFFFFFFFF, v[0], 1);
+}
 
 // NV: vectors of 4 values that a lane holds of a row. Blocks: KV head and rows of its matrix; keys, queries.
 template <int NV>
@@ -31,28 +46,39 @@ static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(c
     }
     kvq_pdl_wait();
     kvq_pdl_launch();
-    for (int j = 0; j < p.n2; ++j) {
-#pragma unroll 4
-        for (int i = 0; i < p.n1; ++i) {
-            const char * x = p.x + i*p.nbx1 + (head*p.n2 + j)*p.nbx2;
-            float sum[KVQ_TRANSFORM_ROWS] = {};
+    // all columns of a step are asked for before any result is written: it could be where the next column is read, to the compiler
+    for (int first = 0, i = 0, j = 0; j < p.n2; first += KVQ_TRANSFORM_COLS) {
+        float4 x[KVQ_TRANSFORM_COLS][NV];
+#pragma unroll
+        for (int c = 0; c < KVQ_TRANSFORM_COLS; ++c) {
+            const char * column = p.x + i*p.nbx1 + (head*p.n2 + j)*p.nbx2;
 #pragma unroll
             for (int v = 0; v < NV; ++v) {
                 const int at = 4*(v*32 + lane);
-                const float4 xv = at < a.d ? *(const float4 *) (x + at*sizeof(float)) : zero;
-#pragma unroll
-                for (int r = 0; r < KVQ_TRANSFORM_ROWS; ++r) {
-                    const float2 lo = __half22float2(m[r][v][0]), hi = __half22float2(m[r][v][1]);
-                    sum[r] += (xv.x - mean[v].x)*lo.x + (xv.y - mean[v].y)*lo.y + (xv.z - mean[v].z)*hi.x + (xv.w - mean[v].w)*hi.y;
-                }
+                x[c][v] = j < p.n2 && at < a.d ? *(const float4 *) (column + at*sizeof(float)) : zero;
             }
+            if (++i == p.n1) {
+                i = 0;
+                ++j;
+            }
+        }
+        float sum[KVQ_TRANSFORM_COLS*KVQ_TRANSFORM_ROWS] = {};
+#pragma unroll
+        for (int v = 0; v < NV; ++v) {
 #pragma unroll
             for (int r = 0; r < KVQ_TRANSFORM_ROWS; ++r) {
-                sum[r] = warp_reduce_sum(sum[r]);
-                if (lane == r && row + r < a.d) {
-                    p.y[row + r + i*p.sy1 + (head*p.n2 + j)*p.sy2] = sum[r];
+                const float2 lo = __half22float2(m[r][v][0]), hi = __half22float2(m[r][v][1]);
+#pragma unroll
+                for (int c = 0; c < KVQ_TRANSFORM_COLS; ++c) {
+                    sum[c*KVQ_TRANSFORM_ROWS + r] += (x[c][v].x - mean[v].x)*lo.x + (x[c][v].y - mean[v].y)*lo.y + (x[c][v].z - mean[v].z)*hi.x +
+                        (x[c][v].w - mean[v].w)*hi.y;
                 }
             }
+        }
+        const float total = kvq_warp_sums(sum, lane);
+        const int c = first + lane/4/KVQ_TRANSFORM_ROWS, r = row + lane/4 % KVQ_TRANSFORM_ROWS, c2 = c/p.n1, c1 = c - c2*p.n1;
+        if (lane % 4 == 0 && c2 < p.n2 && r < a.d) {
+            p.y[r + c1*p.sy1 + (head*p.n2 + c2)*p.sy2] = total;
         }
     }
 }
