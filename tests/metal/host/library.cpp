@@ -1,3 +1,4 @@
+// Loading of translated kernels: a library is opened anew, from a copy of its file, for every set of function constants.
 #include "library.h"
 
 #include <dlfcn.h>

@@ -159,9 +159,9 @@ static void group_access(const size_t at, const size_t size, const bool write) {
             c = {};
             c.serial = serial;
         }
-        const bool near = c.written && c.written_at == group_barriers;       // no barrier since the store
+        const bool recent = c.written && c.written_at == group_barriers;       // no barrier since the store
         const bool own_step = c.written_step == step && !lockstep_now;
-        if (near && c.writer != thread && (c.writer/32u != group_of_thread || own_step)) {
+        if (recent && c.writer != thread && (c.writer/32u != group_of_thread || own_step)) {
             fault(write ? "two threads store to threadgroup memory without a barrier" : "a load of threadgroup memory that another thread stores to, without a barrier");
         }
         const bool read_now = c.readers && c.read_at == group_barriers;
