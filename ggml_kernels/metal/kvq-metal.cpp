@@ -398,8 +398,13 @@ static const char * refusal(const ggml_metal_device_t dev, const ggml_tensor * o
         return "the kernels need simdgroup functions and matrices";
     }
     if (op->op != GGML_OP_FLASH_ATTN_EXT) {
-        const char * reason = rows_refusal(op);
-        return reason ? reason : library_of(dev, KVQ_METAL_ROWS) ? nullptr : "the kernels do not compile on this device";
+        // a cache that can be written must be attended too: all of them or none
+        for (const kvq_metal_library which : { KVQ_METAL_ROWS, KVQ_METAL_DECODE, KVQ_METAL_PREFILL }) {
+            if (!library_of(dev, which)) {
+                return "the kernels do not compile on this device";
+            }
+        }
+        return rows_refusal(op);
     }
     if (const char * reason = attention_refusal(op)) {
         return reason;
