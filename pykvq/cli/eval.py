@@ -22,8 +22,8 @@ DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0")
               help=f"Cache type, or K,V; may be given several times. Default: {', '.join(DEFAULT_TYPES)}, and oscar2 for a calibrated model.")
 @window_options
 @click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Text to score. Default: the model's own samples.")
-@click.option("--ctx", type=click.IntRange(64), help="Tokens of each scored text.  [default: 1024]")
-@click.option("--chunks", type=click.IntRange(1), help="Scored texts.  [default: 3]")
+@click.option("--ctx", type=click.IntRange(64), help="Tokens of each scored text.  [default: 2048]")
+@click.option("--chunks", type=click.IntRange(1), help="Scored texts.  [default: 2]")
 @click.option("--length", "lengths", type=click.IntRange(128), multiple=True,
               help="Tokens of a text with planted facts; may be given several times.  [default: 512, 1024, 2048]")
 @click.option("--quick", is_flag=True, help="Less of everything: two texts of 512 tokens, facts at 256 and 512, two short greedy runs.")
@@ -48,7 +48,7 @@ def evaluate(out: Output, model: Path | None, kv_types: tuple, window: dict, tex
         require_plots()
     from pykvq.engine import Model, quiet_log
     from pykvq.evaluation.run import F16, QUICK, Evaluation, Setup, configurations
-    from pykvq.evaluation.summary import plain, summary, verdict
+    from pykvq.evaluation.summary import plain, summary, unjudged, verdict
     from pykvq.gguf_header import read_header
     quiet_log()
     header = read_header(path)
@@ -68,10 +68,10 @@ def evaluate(out: Output, model: Path | None, kv_types: tuple, window: dict, tex
             raise
         base, *results = (summary(evaluation, pair) for pair in pairs)
     for r in results:
-        if 3 * r.window > setup.context:
-            out.warn(f"{pair_name(r.kv_type)}: of the {setup.context} tokens of a text {r.window} lie in its f16 window, so the figures say little about longer ones; "
+        if unjudged(r, setup.context):
+            out.warn(f"{pair_name(r.kv_type)}: of the {setup.context} tokens of a text {r.window} lie in its f16 window, so it is not judged; "
                      f"use --ctx {4 * r.window} or more")
-    decision = verdict(header.name, base, results, tolerance, window)
+    decision = verdict(header.name, base, results, tolerance, setup.context, window)
     value = {"model": header.name, "architecture": header.architecture, "text": evaluation.source, "setup": asdict(setup), "tolerance": tolerance, "window": window,
              "measured": True, "seconds": evaluation.seconds(pairs), "f16": plain(base), "results": [plain(r) for r in results],
              "verdict": {"kv_type": decision.kv_type, "sentence": decision.sentence, "able": decision.able}}

@@ -126,9 +126,9 @@ svg { width: 100%; height: auto; color: var(--ink) } figure { margin: 0 } p.note
 <p class="note">{{ v.setup.chunks }} texts of {{ v.setup.context }} tokens ({{ v.text }}), {{ v.setup.rows }} positions scored in each;
 f16 perplexity {{ '%.2f' % v.f16.perplexity }}. Brackets: 95 % intervals.</p>
 <div class="wide"><table id="figures">
-<tr><th>cache type</th><th>smaller</th><th>mean KLD</th><th>90 %</th><th>99 %</th><th>99.9 %</th><th>perplexity to f16</th><th>same top token</th></tr>
+<tr><th>cache type</th><th>smaller</th><th>mean KLD</th><th>last quarter</th><th>90 %</th><th>99 %</th><th>99.9 %</th><th>perplexity to f16</th><th>same top token</th></tr>
 {% for r in results %}<tr><td>{{ name(r) }}</td><td>{{ '%.2f' % r.smaller }}x</td>
-<td class="{{ 'within' if r.kld.value <= v.tolerance else 'beyond' }}">{{ interval(r.kld) }}</td>
+<td class="{{ 'within' if r.kld.value <= v.tolerance else 'beyond' }}">{{ interval(r.kld) }}</td><td>{{ '%.3g' % r.kld_late.value }}</td>
 {% for q in ('90', '99', '99.9') %}<td>{{ '%.3g' % r.kld_quantiles[q].value }}</td>{% endfor %}
 <td>{{ interval(r.perplexity_ratio, 4) }}</td><td>{{ '%.1f' % (100 * r.same_top.value) }} %</td></tr>
 {% endfor %}</table></div>

@@ -28,8 +28,8 @@ _SEED = 1                            # of the samples; calibration uses 0, and n
 class Setup:
     """Sizes, in tokens. `rows` positions of each of `chunks` texts of `context` tokens are scored; retrieval reads `texts` texts of
     each of `lengths`; generation makes `generated` tokens after the first half of every chunk."""
-    context: int = 1024
-    chunks: int = 3
+    context: int = 2048
+    chunks: int = 2
     rows: int = 256
     lengths: tuple[int, ...] = (512, 1024, 2048)
     texts: int = 1

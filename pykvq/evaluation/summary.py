@@ -32,8 +32,9 @@ class Result:
     layers: list[str]
     bytes: int
     bytes_f16: int
-    window: int                                  # tokens that the cache also keeps in f16
+    window: int                                  # at most so many tokens of the cache are kept in f16 too
     kld: Figure
+    kld_late: Figure                             # over the last quarter of the positions
     kld_quantiles: dict[str, Figure]
     perplexity: float
     perplexity_ratio: Figure
@@ -49,6 +50,11 @@ class Result:
     repetition: Figure
     repetition_f16: float
     histogram: list[float] = field(default_factory=list)      # KLD below which 0, 2, 4, ... 100 % of the positions lie
+
+    @property
+    def judged(self) -> Figure:
+        """The divergence that decides: with an f16 window that of the last quarter, because the first tokens never leave the window."""
+        return self.kld_late if self.window else self.kld
 
     @property
     def loses(self) -> bool:
@@ -73,7 +79,7 @@ def summary(evaluation: Evaluation, pair: tuple[str, str]) -> Result:
     spread = regression.stderr * stats.t.ppf((1 + LEVEL) / 2, max(kl.size - 2, 1))
     return Result(
         pair, cache["types"].tolist(), int(cache["bytes"]), int(cache["bytes_f16"]),
-        max(0, int(cache["window"]) - WINDOW_BATCH), _mean(kl),
+        max(0, int(cache["window"]) - WINDOW_BATCH), _mean(kl), _mean(kl[:, -(kl.shape[1] // 4 or 1):]),
         {f"{100 * q:g}": _quantile(kl.ravel(), q) for q in QUANTILES}, float(np.exp(ours["surprise"].mean())),
         Figure(*(None if v is None else float(np.exp(v)) for v in (growth.value, growth.low, growth.high))),
         Figure(same / n, float(share.low), float(share.high)), [_mean(part) for part in np.array_split(kl, BINS, axis=1)],
@@ -124,26 +130,36 @@ class Verdict:
     able: bool
 
 
-def verdict(model_name: str, base: Result, results: Sequence[Result], tolerance: float, window: dict[str, int | None] | None = None) -> Verdict:
+def unjudged(result: Result, context: int) -> bool:
+    """The text is too short for this type: more than a third of it lies in the f16 window."""
+    return 3 * result.window > context
+
+
+def verdict(model_name: str, base: Result, results: Sequence[Result], tolerance: float, context: int, window: dict[str, int | None] | None = None) -> Verdict:
     """The smallest cache whose mean KLD is within the tolerance and which finds as many facts as f16.
 
-    A model that does not find them with f16 is not asked to find them with less.
+    Types for which texts of `context` tokens are too short are not chosen. A model that does not find them with f16 is not asked to find them with less.
     """
     facts = round(base.found / base.found_share.value) if base.found else 0
     able = base.found_share.value >= ABLE
-    fits = [r for r in sorted(results, key=lambda r: r.bytes) if r.kld.value <= tolerance and not (able and r.loses)]
+    known = [r for r in results if not unjudged(r, context)]
+    fits = [r for r in sorted(known, key=lambda r: r.bytes) if r.judged.value <= tolerance and not (able and r.loses)]
     unable = "" if able else f" {model_name} finds too few of the planted facts with f16 itself ({base.found_share.value:.0%}) to say anything about retrieval."
+    short = [_names(r) for r in results if unjudged(r, context)]
+    unable += f" Not judged, because the texts are little longer than the f16 window: {', '.join(short)}." if short else ""
+    if not known:
+        return Verdict(None, f"Nothing can be said of {model_name}.{unable}", able)
     if not fits:
-        best = min(results, key=lambda r: r.kld.value)
+        best = min(known, key=lambda r: r.judged.value)
         return Verdict(None, f"No measured type keeps {model_name} within a KLD of {tolerance:g}"
-                       f"{' and all its facts' if able else ''}; the nearest is {_names(best)} with {_interval(best.kld)}. Stay with f16.{unable}", able)
+                       f"{' and all its facts' if able else ''}; the nearest is {_names(best)} with {_interval(best.judged)}. Stay with f16.{unable}", able)
     r = fits[0]
     retrieval = f" and finds {r.found} of {facts} planted facts, f16 {base.found}" if able else ""
-    unsure = f" The interval reaches beyond {tolerance:g}: measure more (--chunks)." if r.kld.high and r.kld.high > tolerance else ""
+    unsure = f" The interval reaches beyond {tolerance:g}: measure more (--chunks)." if r.judged.high and r.judged.high > tolerance else ""
     repeats = (f" Its long answers repeat themselves more than f16's ({r.repetition.value:.0%}, f16 {r.repetition_f16:.0%})."
                if r.repetition.value > r.repetition_f16 + 0.2 else "")
     return Verdict(r.kv_type, f"{_names(r)} is the smallest measured type that keeps {model_name} within a KLD of {tolerance:g} "
-                   f"({_interval(r.kld)}){retrieval}: {flags(r.kv_type, window)} ({r.bytes_f16 / r.bytes:.2f}x smaller than f16).{unsure}{repeats}{unable}", able)
+                   f"({_interval(r.judged)}{' over the last quarter of the text' if r.window else ''}){retrieval}: {flags(r.kv_type, window)} ({r.bytes_f16 / r.bytes:.2f}x smaller than f16).{unsure}{repeats}{unable}", able)
 
 
 def flags(kv_type: tuple[str, str], window: dict[str, int | None] | None = None) -> str:

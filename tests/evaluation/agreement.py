@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pykvq.engine import Context, Model
+from pykvq.engine import Context, Model, quiet_log
 from pykvq.evaluation.logits import Distributions
 from pykvq.evaluation.run import score
 
@@ -54,6 +54,7 @@ def ours(path: Path, text: Path, kv_type: str, context: int, chunks: int) -> flo
 
 
 if __name__ == "__main__":
+    quiet_log()
     model, text, out = map(Path, sys.argv[1:4])
     rows = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -4,17 +4,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pykvq.evaluation.summary import Figure, Result, _mean, _quantile, _t, flags, verdict
+from pykvq.evaluation.summary import Figure, Result, _mean, _quantile, _t, flags
+from pykvq.evaluation.summary import verdict as judge
 
 
 def result(kv_type, kld, size, lost=0, gained=0, found=15, **extra):
     pair = (kv_type, kv_type) if isinstance(kv_type, str) else kv_type
     figure = Figure(kld, kld * 0.9, kld * 1.1)
-    return Result(pair, [], size, 1000, 0, figure, {}, 10.0, Figure(1.0), Figure(0.9), [], figure, {}, found, lost, gained, Figure(found / 15),
+    return Result(pair, [], size, 1000, 0, figure, figure, {}, 10.0, Figure(1.0), Figure(0.9), [], figure, {}, found, lost, gained, Figure(found / 15),
                   [], Figure(0.1), 0.1, **extra)
 
 
 BASE = result("f16", 0, 1000)
+
+
+def verdict(name, base, results, tolerance):
+    return judge(name, base, results, tolerance, context=1024)
 
 
 def test_the_smallest_within_the_tolerance_wins():
@@ -38,6 +43,17 @@ def test_k_and_v_alone_are_candidates():
 def test_a_window_that_was_asked_for_is_among_the_flags():
     assert flags(("turbo2", "turbo2"), {"kv_sink": 0, "kv_recent": None}) == "--cache-type-k turbo2 --cache-type-v turbo2 --kv-sink 0"
     assert flags(("turbo2", "turbo2")) == "--cache-type-k turbo2 --cache-type-v turbo2"
+
+
+def test_a_type_with_a_window_is_judged_by_the_end_of_a_long_text():
+    windowed = replace(result("turbo2", 0.02, 150), window=100, kld_late=Figure(0.08))
+    others = [result("turbo4", 0.04, 260)]
+    assert verdict("M", BASE, [windowed, *others], 0.05).kv_type == ("turbo4", "turbo4")
+    assert verdict("M", BASE, [replace(windowed, kld_late=Figure(0.03)), *others], 0.05).kv_type == ("turbo2", "turbo2")
+    v = verdict("M", BASE, [replace(windowed, kld_late=Figure(0.03), window=400), *others], 0.05)
+    assert v.kv_type == ("turbo4", "turbo4") and "Not judged" in v.sentence and "turbo2" in v.sentence
+    v = verdict("M", BASE, [replace(windowed, window=400)], 0.05)
+    assert v.kv_type is None and "Nothing can be said" in v.sentence
 
 
 def test_nothing_good_enough():
