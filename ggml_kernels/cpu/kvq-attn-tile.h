@@ -272,20 +272,32 @@ static inline void halves_to_float(const uint16_t * x, float * y, int64_t n) {
 
 // logit[r][t] = key[t] . query[r], rows of n floats, n and the tokens multiples of 16
 static inline void float_logits(const float * key, int tokens, const float * query, int n, int rows, float * logit) {
-    for (int t = 0; t < tokens; t += 4) {
+#if defined(KVQ_AVX512)
+    constexpr int T = 16;
+#else
+    constexpr int T = 4;
+#endif
+    for (int t = 0; t < tokens; t += T) {
         const float * k = key + (size_t) t*n;
         for (int r = 0; r < rows; r++) {
             const float * q = query + (size_t) r*n;
-            f32x16 s[4] = { set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f) };
+            f32x16 s[T];
+            for (int j = 0; j < T; j++) {
+                s[j] = set1(0.0f);
+            }
             for (int i = 0; i < n; i += 16) {
                 const f32x16 x = load(q + i);
-                for (int j = 0; j < 4; j++) {
+                for (int j = 0; j < T; j++) {
                     s[j] = fma(x, load(k + (size_t) j*n + i), s[j]);
                 }
             }
-            for (int j = 0; j < 4; j++) {
+#if defined(KVQ_AVX512)
+            store(logit + r*TILE + t, sums_of_16(s));
+#else
+            for (int j = 0; j < T; j++) {
                 logit[r*TILE + t + j] = sum(s[j]);
             }
+#endif
         }
     }
 }

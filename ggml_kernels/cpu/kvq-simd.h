@@ -124,6 +124,25 @@ static inline float sum(f32x16 a) {
 
 static inline float max_of(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 
+// lane j: sum(a[j]), the same bits, by halving two vectors into one
+static inline f32x16 sums_of_16(const f32x16 * a) {
+    __m512 x[16];
+    for (int i = 0; i < 8; i++) {
+        const __m512 p = a[2*i].v, q = a[2*i + 1].v;
+        x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x44), _mm512_shuffle_f32x4(p, q, 0xEE));
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512 p = x[2*i], q = x[2*i + 1];
+        x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xDD));
+    }
+    for (int i = 0; i < 2; i++) {
+        const __m512 p = x[2*i], q = x[2*i + 1];
+        x[i] = _mm512_add_ps(_mm512_shuffle_ps(p, q, 0x44), _mm512_shuffle_ps(p, q, 0xEE));
+    }
+    const __m512 y = _mm512_add_ps(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xDD));
+    return { _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), y) };
+}
+
 #elif defined(KVQ_AVX2)
 
 struct f32x16 { __m256 a, b; };
