@@ -120,9 +120,8 @@ static inline uint kvq_paley_row(short order, bool transposed, short i) {
     return order == 12 ? KVQ_PALEY_12[(transposed ? 12 : 0) + i] : order == 20 ? KVQ_PALEY_20[(transposed ? 20 : 0) + i] : KVQ_PALEY_28[(transposed ? 28 : 0) + i];
 }
 
-// x = H x or H^T x, unnormalised, in the reference's order of additions. buf: N floats of this simdgroup, used where N is no
-// power of two.
-template <short N, bool TRANSPOSED> void kvq_hadamard(thread float (&x)[KVQ_REGS(N)], threadgroup float * buf, ushort lane) {
+// Butterflies of the Sylvester factor. All sums here have the reference's order of additions.
+template <short N> void kvq_butterflies(thread float (&x)[KVQ_REGS(N)], ushort lane) {
     constexpr short inner = N/KVQ_PALEY(N);
     for (short h = 1; h < (inner < 32 ? inner : 32); h *= 2) {
         KVQ_UNROLL (short r = 0; r < KVQ_REGS(N); ++r) {
@@ -139,6 +138,11 @@ template <short N, bool TRANSPOSED> void kvq_hadamard(thread float (&x)[KVQ_REGS
             }
         }
     }
+}
+
+// Mixes the groups of a block with the Paley matrix or its transpose, where N is no power of two. buf: N floats of this simdgroup.
+template <short N, bool TRANSPOSED> void kvq_paley_mix(thread float (&x)[KVQ_REGS(N)], threadgroup float * buf, ushort lane) {
+    constexpr short inner = N/KVQ_PALEY(N);
     if (KVQ_PALEY(N) > 1) {
         simdgroup_barrier(mem_flags::mem_threadgroup);
         KVQ_UNROLL (short r = 0; r < KVQ_REGS(N); ++r) {
@@ -160,14 +164,16 @@ template <short N, bool TRANSPOSED> void kvq_hadamard(thread float (&x)[KVQ_REGS
     }
 }
 
-// x = H (signs*x)
+// x = H (signs*x), unnormalised
 template <short N> void kvq_rotate(thread float (&x)[KVQ_REGS(N)], threadgroup float * buf, ushort lane) {
     kvq_apply_signs<N>(x, lane);
-    kvq_hadamard<N, false>(x, buf, lane);
+    kvq_butterflies<N>(x, lane);
+    kvq_paley_mix<N, false>(x, buf, lane);
 }
 
-// x = signs*(H^T x)
+// x = signs*(H^T x), unnormalised
 template <short N> void kvq_unrotate(thread float (&x)[KVQ_REGS(N)], threadgroup float * buf, ushort lane) {
-    kvq_hadamard<N, true>(x, buf, lane);
+    kvq_paley_mix<N, true>(x, buf, lane);
+    kvq_butterflies<N>(x, lane);
     kvq_apply_signs<N>(x, lane);
 }
