@@ -131,7 +131,7 @@ static uint8_t unpack(const uint8_t * in, int bits, int n, int i) {
 }
 
 static void quantize_block(const float * x, uint8_t * out, int bits, int n) {
-    float y[KVQ_MAX_BLOCK], c[KVQ_MAX_BLOCK];
+    float y[KVQ_MAX_BLOCK];
     uint8_t code[KVQ_MAX_BLOCK];
 
     kvq_rotate_ref(x, y, n);
@@ -143,10 +143,10 @@ static void quantize_block(const float * x, uint8_t * out, int bits, int n) {
         for (int t = 0; t < (1 << bits) - 1; t++) {
             code[i] += y[i] > thresholds(bits)[t]*sigma;
         }
-        c[i] = levels(bits)[code[i]];
-        den += (int32_t) c[i]*(int32_t) c[i];
+        const int32_t c = levels(bits)[code[i]];
+        den += c*c;
     }
-    const float d = kvq_dot_lanes(y, c, n)/(float) den * (scale(bits)/sqrtf((float) n));
+    const float d = sigma*scale(bits)/sqrtf((float) den);   // keeps the length of the block; docs/codec-search.md says why
 
     const ggml_fp16_t d16 = GGML_FP32_TO_FP16(d > 65504.0f ? 65504.0f : d);
     pack(code, out, bits, n);

@@ -71,15 +71,11 @@ template <int BITS, int N> static inline void quantize_block(const float * x, ui
     }
     lookup<BITS, N>(code, level);
 
-    f32x16 products = set1(0.0f);
     int32_t den = 0;
-    for (int i = 0; i < N/16; i++) {
-        products = add(products, mul(y[i], load_i8(level + 16*i)));
-    }
     for (int i = 0; i < N; i++) {
         den += level[i]*level[i];
     }
-    const float d = sum(products)/(float) den * (codec<BITS>::scale/sqrtf((float) N));
+    const float d = sigma*codec<BITS>::scale/sqrtf((float) den);
 
     const ggml_fp16_t d16 = GGML_FP32_TO_FP16(d > 65504.0f ? 65504.0f : d);
     pack<BITS, N>(code, out);

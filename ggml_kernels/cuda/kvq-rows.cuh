@@ -209,17 +209,14 @@ template <int BITS, int N> static __device__ __forceinline__ void kvq_quantise_w
             const int level = kvq_level<BITS>(code);
             den += level*level;
             codes[r*32 + lane] = uint8_t(code);
-            buf[r*32 + lane] = __fmul_rn(x[r], float(level));
         }
     }
     __syncwarp();
-    const float num = kvq_sum_lanes<N>(buf, lane);
 #pragma unroll
     for (int w = 16; w >= 1; w /= 2) {
         den += __shfl_xor_sync(0xFFFFFFFFu, den, w);
     }
-    const float f = __fdiv_rn(kvq_scale_of<BITS>(), __fsqrt_rn(float(N)));
-    const float d = __fmul_rn(__fdiv_rn(num, float(den)), f);
+    const float d = __fdiv_rn(__fmul_rn(sigma, kvq_scale_of<BITS>()), __fsqrt_rn(float(den)));
 
     // 16 bits a store
     for (int u = lane; u < B::scale_off/2; u += 32) {

@@ -1,7 +1,7 @@
 """numpy reference of turbo2, turbo3 and turbo4: rung 1 of the ladder, bit-exact with ggml_kernels/base/kvq-reference.c.
 
 TurboQuant in its MSE form (arXiv 2504.19874, section 3.1): signed Hadamard rotation of a block, Lloyd-Max codes for
-N(0, 1), one least-squares fp16 scale. The rotation is part of the type: dequantise(quantise(x)) is close to x itself.
+N(0, 1), one fp16 scale that keeps the length of the block. The rotation is part of the type: dequantise(quantise(x)) is close to x itself.
 
 Every function takes any number of leading dimensions; the last one is cut into blocks. All arithmetic is float32 in a
 fixed order, so that C can repeat it bit for bit.
@@ -164,15 +164,15 @@ def lane_sum(x: np.ndarray) -> np.ndarray:
 
 def _code(y: np.ndarray, t: CacheType) -> tuple[np.ndarray, np.ndarray]:
     """Codes uint8 [..., n] and scale float32 [...] in sigmas, before its rounding to fp16."""
-    family, n = FAMILIES[t.family], np.float32(t.block)
-    s = np.sqrt(lane_sum(y * y) / n)[..., None]
+    family = FAMILIES[t.family]
+    s = np.sqrt(lane_sum(y * y) / np.float32(t.block))[..., None]
     codes = np.zeros(y.shape, np.uint8)
     for threshold in np.array(family.thresholds, np.float32):
         codes += y > threshold * s
     c = np.array(family.levels, np.float32)[codes]
     den = (c * c).sum(-1)                        # integers below 2**24: exact in any order
-    f = _scale(t) / np.sqrt(n)
-    return codes, np.minimum(lane_sum(y * c) / den * f, FP16_MAX)
+    # not the least-squares scale: it shortens every value by <y, c>^2 / (|y| |c|)^2, which a sum over many tokens does not average out
+    return codes, np.minimum(s[..., 0] * _scale(t) / np.sqrt(den), FP16_MAX)
 
 
 def _pack(codes: np.ndarray, bits: int) -> np.ndarray:

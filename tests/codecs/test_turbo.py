@@ -36,8 +36,8 @@ def test_distortion_on_gaussian_data_is_the_codebook_s(name):
     x = gaussian(4096, t.block)
     error = ((turbo.dequantise(turbo.quantise(x, name), name) - x) ** 2).mean()
     exact = lloyd_max(t.bits)
-    expected = mse_of_levels(FAMILIES[t.family].levels, (exact[1:] + exact[:-1]) / 2)
-    assert 1 - 5 / t.block < error / expected < 1           # a scale fitted to each block gains a little
+    cosine = np.sqrt(1 - mse_of_levels(FAMILIES[t.family].levels, (exact[1:] + exact[:-1]) / 2))
+    assert 1 - 5 / t.block < error / (2 - 2 * cosine) < 1   # a scale fitted to each block gains a little
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,16 +46,24 @@ def test_outliers_cost_no_more_than_gaussian_data(name):
     x = gaussian(512, t.block)
     x[:, 3] *= 30                                            # what the rotation is for
     error = ((turbo.dequantise(turbo.quantise(x, name), name) - x) ** 2).sum() / (x * x).sum()
-    assert error < {2: 0.13, 3: 0.045, 4: 0.016}[t.bits]
+    assert error < {2: 0.135, 3: 0.045, 4: 0.016}[t.bits]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scale_is_least_squares(name):
-    """The rotated error is orthogonal to the reconstruction: <x - x', x'> = 0 up to fp16 rounding of the scale."""
+def test_scale_keeps_the_length_of_a_block(name):
+    """|x'| = |x| up to fp16 rounding of the scale: a least-squares scale would lose 6 % of it at 2 bits."""
     x = gaussian(64, TYPES[name].block)
-    back = turbo.dequantise(turbo.quantise(x, name), name).astype(np.float64)
-    relative = ((x - back) * back).sum(-1) / (back * back).sum(-1)
-    assert np.abs(relative).max() < 2 ** -10
+    back = turbo.dequantise(turbo.quantise(x, name), name)
+    np.testing.assert_allclose(np.linalg.norm(back, axis=-1), np.linalg.norm(x, axis=-1), rtol=2 ** -10)
+
+
+@pytest.mark.parametrize("name", ["turbo2_64", "turbo2"])
+def test_mean_of_many_vectors_keeps_its_length(name):
+    """What attention does with values: the sum over tokens that share a direction is 6 % short at 2 bits, 12 % with a least-squares scale."""
+    common = gaussian(1, TYPES[name].block)
+    x = common + gaussian(4096, TYPES[name].block, seed=1)
+    mean = turbo.dequantise(turbo.quantise(x, name), name).mean(0)
+    assert mean @ x.mean(0) / (x.mean(0) @ x.mean(0)) > 0.92
 
 
 @pytest.mark.parametrize("name", NAMES)
