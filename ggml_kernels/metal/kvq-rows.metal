@@ -62,13 +62,11 @@ template <short N> void kvq_quantise(short bits, thread float (&x)[KVQ_REGS(N)],
             const int level = bits == 2 ? KVQ_LEVELS_2[code] : bits == 3 ? KVQ_LEVELS_3[code] : KVQ_LEVELS_4[code];
             den += level*level;
             codes[r*32 + lane] = (ushort) code;
-            buf[r*32 + lane] = x[r]*(float) level;
         }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    const float num = kvq_sum_lanes<N>(buf, lane);
     den = simd_sum(den);
-    const float d = num/(float) den*((bits == 2 ? KVQ_SCALE_2 : bits == 3 ? KVQ_SCALE_3 : KVQ_SCALE_4)/precise::sqrt((float) N));
+    const float d = sigma*(bits == 2 ? KVQ_SCALE_2 : bits == 3 ? KVQ_SCALE_3 : KVQ_SCALE_4)/precise::sqrt((float) den);
 
     for (short u = lane; u < N*bits/16; u += 32) {
         ushort w = 0;
