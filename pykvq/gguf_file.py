@@ -5,6 +5,7 @@ gguf-py builds an object per array element and would re-encode what it copies; a
 """
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,16 +120,21 @@ class _Cursor:
     """Reads the little-endian parts of a GGUF header from an open file."""
 
     def __init__(self, f):
-        self.f = f
+        self.f, self.size = f, os.fstat(f.fileno()).st_size
 
     def tell(self) -> int:
         return self.f.tell()
 
     def take(self, n: int) -> bytes:
-        data = self.f.read(n)
-        if len(data) < n:
+        if n > self.size - self.tell():          # a damaged length may be larger than any memory
             raise EOFError
-        return data
+        return self.f.read(n)
+
+    def jump(self, n: int) -> None:
+        """Move n bytes on, inside the file."""
+        if n > self.size - self.tell():
+            raise EOFError
+        self.f.seek(n, 1)
 
     def number(self, code: str):
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
@@ -139,16 +145,16 @@ class _Cursor:
     def skip(self, kind: int) -> None:
         """Move past a value of this type."""
         if kind == GGUFValueType.STRING:
-            self.f.seek(self.number("Q"), 1)
+            self.jump(self.number("Q"))
         elif kind == GGUFValueType.ARRAY:
             item, n = self.number("I"), self.number("Q")
-            if item in (GGUFValueType.STRING, GGUFValueType.ARRAY):
+            if item == GGUFValueType.STRING:     # an array of arrays is none that llama.cpp reads
                 for _ in range(n):
                     self.skip(item)
             else:
-                self.f.seek(n * struct.calcsize(f"<{_SIZES[item]}"), 1)
+                self.jump(n * struct.calcsize(f"<{_SIZES[item]}"))
         else:
-            self.f.seek(struct.calcsize(f"<{_SIZES[kind]}"), 1)
+            self.jump(struct.calcsize(f"<{_SIZES[kind]}"))
 
     def read(self, kind: int):
         """The value of this type."""

@@ -102,7 +102,8 @@ def _write(path: Path, architecture: str, keys: dict, tensors: dict[str, tuple[i
     w.add_tokenizer_model("no_vocab")
     for key, value in keys.items():
         if value is not None:
-            add = w.add_array if isinstance(value, list) else w.add_float32 if isinstance(value, float) else w.add_uint32
+            kind = {list: "array", float: "float32", bool: "bool"}.get(type(value), "uint32")
+            add = getattr(w, f"add_{kind}")
             add(f"{architecture}.{key}", value)
     size = 0
     for name, ne in tensors.items():

@@ -1,0 +1,24 @@
+"""docs/models.md holds what every family of models does with every type, and is what it does today."""
+from pathlib import Path
+
+import families
+import pytest
+
+DOC = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_family(name, tmp_path):
+    assert families.row(tmp_path, name) in DOC.read_text().splitlines(), "run: python tools/generate_models_table.py"
+
+
+def test_table_has_no_other_rows():
+    rows = [line for line in DOC.read_text().splitlines() if line.startswith("| ") and not line.startswith("| architecture")]
+    assert len(rows) == len(families.FAMILIES) >= 25
+
+
+def test_a_wrong_cache_is_noticed(tmp_path, monkeypatch):
+    """The tolerance is a test: the values of another type do not pass it."""
+    monkeypatch.setitem(families.TOLERANCE, "turbo4", 0.01)
+    with pytest.raises(AssertionError):
+        families.row(tmp_path, "dense")
