@@ -1,4 +1,4 @@
-"""docs/measured.md and the README's table come from docs/data, and what they hold is what was promised."""
+"""docs/measured.md comes from docs/data, and what it holds is what was promised."""
 import json
 import subprocess
 import sys

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from scipy import stats
@@ -11,7 +11,7 @@ from pykvq.evaluation.generation import first_divergence, repetition
 from pykvq.evaluation.run import F16, WINDOW_BATCH, Evaluation, name
 
 LEVEL = 0.95                         # of every interval
-BLOCK = 32                           # neighbouring positions resemble each other: intervals of means come from blocks
+BLOCK = 16                           # neighbouring positions resemble each other: intervals of means come from blocks
 BINS = 8                             # of the position, for the drift
 ABLE = 0.5                           # share of facts that f16 must find for retrieval to say anything
 QUANTILES = (0.9, 0.99, 0.999)
@@ -79,10 +79,10 @@ def summary(evaluation: Evaluation, pair: tuple[str, str]) -> Result:
     spread = regression.stderr * stats.t.ppf((1 + LEVEL) / 2, max(kl.size - 2, 1))
     return Result(
         pair, cache["types"].tolist(), int(cache["bytes"]), int(cache["bytes_f16"]),
-        max(0, int(cache["window"]) - WINDOW_BATCH), _mean(kl), _mean(kl[:, -(kl.shape[1] // 4 or 1):]),
+        max(0, int(cache["window"]) - WINDOW_BATCH), _divergence(kl), _divergence(kl[:, -(kl.shape[1] // 4 or 1):]),
         {f"{100 * q:g}": _quantile(kl.ravel(), q) for q in QUANTILES}, float(np.exp(ours["surprise"].mean())),
         Figure(*(None if v is None else float(np.exp(v)) for v in (growth.value, growth.low, growth.high))),
-        Figure(same / n, float(share.low), float(share.high)), [_mean(part) for part in np.array_split(kl, BINS, axis=1)],
+        Figure(same / n, float(share.low), float(share.high)), [_divergence(part) for part in np.array_split(kl, BINS, axis=1)],
         Figure(float(regression.slope), float(regression.slope - spread), float(regression.slope + spread)),
         {length: found[i].mean(0).tolist() for i, length in enumerate(setup.lengths)}, int(found.sum()), int((expected & ~found).sum()),
         int((found & ~expected).sum()), Figure(float(found.mean()), float(hits.low), float(hits.high)),
@@ -94,6 +94,12 @@ def _scores(evaluation: Evaluation, pair: tuple[str, str]) -> dict[str, np.ndarr
     """The scored positions of all chunks; arrays [chunks, rows]."""
     pieces = [evaluation.store.get(f"{name(pair)}-score-{i}") for i in range(evaluation.setup.chunks)]
     return {key: np.stack([piece[key] for piece in pieces]) for key in pieces[0]}
+
+
+def _divergence(values: np.ndarray) -> Figure:
+    """_mean of what cannot be negative."""
+    figure = _mean(values)
+    return figure if figure.low is None else replace(figure, low=max(figure.low, 0.0))
 
 
 def _mean(values: np.ndarray) -> Figure:

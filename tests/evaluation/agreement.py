@@ -37,7 +37,7 @@ def theirs(program: str, model: Path, text: Path, folder: Path, kv_type: str, co
 def ours(path: Path, text: Path, kv_type: str, context: int, chunks: int) -> float:
     """By the same rule: chunk i begins at token i * context, which BOS replaces where the model has one."""
     with Model(path) as model:
-        tokens = np.array(model.tokenize(text.read_text()))
+        tokens = np.array(model.tokenize(text.read_bytes().decode()))        # as upstream reads it: \r\n stays
         bos = model.tokenize("")
         positions, divergence, reference = np.arange(context // 2, context - 1), [], []
         for name in ("f16", kv_type):
