@@ -43,6 +43,10 @@ set(LLAMA_TOOLS_INSTALL OFF)
 set(LLAMA_BUILD_UI ${PYKVQ_BUILD_UI})
 set(LLAMA_USE_PREBUILT_UI OFF)
 set(GGML_METAL_EMBED_LIBRARY ON)
+# A model over several hosts needs no other build; an option, so that CMAKE_ARGS can leave it out.
+option(GGML_RPC "the RPC backend and ggml-rpc-server" ON)
+# Would link whatever libibverbs the building machine has.
+option(GGML_RPC_RDMA "RDMA transport of the RPC backend" OFF)
 # Its switches over ggml types would warn of every type of ours; our sources set their own.
 set(LLAMA_ALL_WARNINGS OFF)
 # Upstream asks git for these, and would find the history of this repository.

@@ -88,14 +88,14 @@ def fill_from_prefix(context: Context, tokens: Sequence[int], depth: int, n_seq:
     if not depth:
         return
     context.decode(tokens[:depth], 0, logits="none")
-    state = SequenceState(context.save(0))
+    state = SequenceState(context.save(0, bare=True))
     context.clear()
     filled = max(depth - context.info()[0].n_window, 0)
     if n_seq > 1 and filled:
-        context.load(state.repeated(0, filled), 0)
+        context.load(state.repeated(0, filled), 0, bare=True)
     else:
         for start in range(0, filled, PIECE):
-            context.load(state.repeated(start, min(PIECE, filled - start)), 1)
+            context.load(state.repeated(start, min(PIECE, filled - start)), 1, bare=True)
             context.copy(1, 0)
             context.remove(1, 0)
     context.decode([tokens[i % len(tokens)] for i in range(filled, depth)], filled, logits="none")

@@ -210,23 +210,36 @@ class Context:
             raise ValueError(f"{self.model.header.name} keeps a cache whose positions cannot be shifted")
         native.llama_memory_seq_add(self.memory, seq, start, -1, delta)
 
-    def save(self, seq: int | None = None) -> bytes:
-        """State of one sequence, or of the whole context."""
+    def save(self, seq: int | None = None, bare: bool = False) -> bytes:
+        """State of one sequence, or of the whole context. bare: a sequence without the header that says what it is (docs/trust.md),
+        for code that takes states apart. Raises RuntimeError when llama.cpp cannot read the cache."""
+        forget()
         size = native.llama_state_get_size(self.handle) if seq is None else native.llama_state_seq_get_size(self.handle, seq)
         data = np.empty(size, np.uint8)
-        buffer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        n = (native.llama_state_get_data(self.handle, buffer, size) if seq is None
-             else native.llama_state_seq_get_data(self.handle, buffer, size, seq))
-        return data[:n].tobytes()
+        n = (native.llama_state_get_data(self.handle, _bytes(data), size) if seq is None
+             else native.llama_state_seq_get_data(self.handle, _bytes(data), size, seq))
+        if not n:
+            raise RuntimeError(reason("the state cannot be saved"))
+        return data[self._sealed(0) if bare else 0:n].tobytes()
 
-    def load(self, state: bytes | np.ndarray, seq: int | None = None) -> None:
-        """Restore what save() returned, or its bytes in an array. Raises ValueError when llama.cpp refuses it (another type, model or size)."""
-        buffer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    def load(self, state: bytes | np.ndarray, seq: int | None = None, bare: bool = False) -> None:
+        """Restore what save() returned, or its bytes in an array. bare: rows of this very context, which get a header of their own.
+        Raises ValueError when llama.cpp refuses the state (another type, model, size, or damaged)."""
+        data = np.frombuffer(state, np.uint8)
+        if bare:
+            rows, data = data, np.empty(self._sealed(len(data)), np.uint8)
+            self._sealed(len(rows), rows, data)
         forget()
-        n = (native.llama_state_set_data(self.handle, buffer, len(state)) if seq is None
-             else native.llama_state_seq_set_data(self.handle, buffer, len(state), seq))
-        if n != len(state):
+        n = (native.llama_state_set_data(self.handle, _bytes(data), len(data)) if seq is None
+             else native.llama_state_seq_set_data(self.handle, _bytes(data), len(data), seq))
+        if not n or n != len(data):
             raise ValueError(reason("the state does not fit this context"))
+
+    def _sealed(self, n: int, rows: np.ndarray | None = None, out: np.ndarray | None = None) -> int:
+        """Size of a state of n bytes with its header; written to `out`."""
+        seal = native._lib.llama_kvq_seal_state
+        seal.argtypes, seal.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_size_t
+        return seal(self.handle, None if out is None else out.ctypes.data, None if rows is None else rows.ctypes.data, n)
 
     def close(self) -> None:
         """Free the context."""
@@ -240,6 +253,10 @@ class Context:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _bytes(data: np.ndarray):
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -70,3 +70,8 @@ def llama_perplexity() -> int:
 def llama_quantize() -> int:
     """Entry point of llama-quantize."""
     return run("llama-quantize")
+
+
+def ggml_rpc_server() -> int:
+    """Entry point of ggml-rpc-server."""
+    return run("ggml-rpc-server")

@@ -22,7 +22,7 @@ _KVQ = ("--kvq",)
 # what llama.cpp's programs read where an option is absent
 _ENVIRONMENT = {_MODEL: "LLAMA_ARG_MODEL", _TYPE_K: "LLAMA_ARG_CACHE_TYPE_K", _TYPE_V: "LLAMA_ARG_CACHE_TYPE_V",
                 _FLASH: "LLAMA_ARG_FLASH_ATTN", _CONTEXT: "LLAMA_ARG_CTX_SIZE", _LAYERS: "LLAMA_ARG_N_GPU_LAYERS", _KVQ: "LLAMA_ARG_KVQ"}
-_GPU_LIBRARIES = ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "cann", "opencl", "rpc")
+_GPU_LIBRARIES = ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "cann", "opencl")
 
 
 def complaint(arguments: Sequence[str], program: str = "llama-server") -> str | None:
@@ -30,6 +30,8 @@ def complaint(arguments: Sequence[str], program: str = "llama-server") -> str | 
 
     Only what is certain: a model that is still to be downloaded, or a setting left to llama.cpp, is not judged.
     """
+    if program == "ggml-rpc-server":             # has no model, and its -c is another
+        return None
     if arguments and arguments[-1] in _VALUED:
         return f"{arguments[-1]} needs a value" + (f": {', '.join(VALID_NAMES)}" if arguments[-1] in _TYPED else "")
     try:
@@ -52,7 +54,7 @@ def complaint(arguments: Sequence[str], program: str = "llama-server") -> str | 
         if model and "," not in model:
             header = read_header(model)
             n_ctx = int(context) if context.isdecimal() else 0
-            on_host = not _has_gpu() or _value(arguments, _LAYERS, "auto") == "0" or {"-nkvo", "--no-kv-offload"} & {*arguments}
+            on_host = not (_has_gpu() or "--rpc" in arguments) or _value(arguments, _LAYERS, "auto") == "0" or {"-nkvo", "--no-kv-offload"} & {*arguments}
             for k, v in ((k, v) for k in types_k for v in types_v):
                 check_cache(header, type_id(k), type_id(v), n_ctx, cache_on_host=bool(on_host and n_ctx), words=("-c ", "cache type (-ctk, -ctv)"))
         if draft:

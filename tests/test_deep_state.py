@@ -28,11 +28,11 @@ def test_rows_repeat_at_new_positions(model, kv_type, monkeypatch):
     monkeypatch.setattr(deep_state, "PIECE", 48)                 # pieces that begin inside a prefix
     with Context(model, 256, kv_type, n_seq=2, unified=True, kv_sink=0, kv_recent=0) as context:
         fill_from_prefix(context, TOKENS[:32], 150)
-        deep = SequenceState(context.save(0))
+        deep = SequenceState(context.save(0, bare=True))
         assert deep._cells["position"].tolist() == list(range(150))
         context.clear()
         context.decode(TOKENS[:32], 0, logits="none")
-        prefix = SequenceState(context.save(0))
+        prefix = SequenceState(context.save(0, bare=True))
     assert len(deep._layers) == len(prefix._layers) == 4
     for (_, rows), (_, once) in zip(deep._layers, prefix._layers):
         assert np.array_equal(rows, once[np.arange(150) % 32])
@@ -42,7 +42,7 @@ def test_streams_are_copies_of_the_first(model):
     with Context(model, 3 * 256, "turbo3", n_seq=3) as context:
         fill_from_prefix(context, TOKENS[:32], 100, n_seq=3)
         rows = context.decode_batch([(TOKENS[40], 100, seq, True) for seq in range(3)])
-        assert SequenceState(context.save(0)).tokens == 101
+        assert SequenceState(context.save(0, bare=True)).tokens == 101
     with Context(model, 256, "turbo3", n_seq=2, unified=True) as context:
         fill_from_prefix(context, TOKENS[:32], 100)
         alone = context.decode([TOKENS[40]], 100)
@@ -54,10 +54,10 @@ def test_the_last_tokens_of_a_window_are_computed(model):
         with Context(model, 1024, "turbo2", n_batch=32, kv_sink=4, kv_recent=16, **options) as context:
             fill_from_prefix(context, TOKENS[:32], 400, n_seq=1 if options.get("unified") else 2)
             filled = context.decode([TOKENS[40]], 400)
-            plain = context.save(0)
+            plain = context.save(0, bare=True)
         with Context(model, 1024, "turbo2", n_seq=2, unified=True, kv_sink=0, kv_recent=0) as context:
             fill_from_prefix(context, TOKENS[:32], 400)
-            assert len(plain) > len(context.save(0)) and np.abs(context.decode([TOKENS[40]], 400) - filled).max() > 0
+            assert len(plain) > len(context.save(0, bare=True)) and np.abs(context.decode([TOKENS[40]], 400) - filled).max() > 0
 
 
 def test_other_caches_are_refused(model):

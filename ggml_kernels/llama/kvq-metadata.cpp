@@ -23,8 +23,7 @@ struct fnv1a64 {
     }
 };
 
-// "fnv1a64:..." of the architecture and the norm weights, which are F32 in every quantisation of a model
-static std::string fingerprint(const llama_model & model) {
+std::string kvq_fingerprint(const llama_model & model) {
     fnv1a64 hash;
     const std::string arch = model.arch_name();
     hash.add(arch.data(), arch.size());
@@ -86,7 +85,7 @@ kvq_metadata::kvq_metadata(const llama_model & model) : model(model) {
     require("kvq.version", "1", "another version of pykvq wrote it");
     require("kvq.codebook", KVQ_CODEBOOK, "made for other tables of levels");
     if (!model.hparams.no_alloc) {
-        require("kvq.fingerprint", fingerprint(model), "made for another model");
+        require("kvq.fingerprint", kvq_fingerprint(model), "made for another model");
     }
     if (key_bias() != "none" && key_bias() != "measured") {
         require("kvq.key_bias", "attn_k.bias", "this program cannot remove that key bias");

@@ -48,5 +48,8 @@ private:
     std::vector<uint8_t> bytes(const std::string & key, size_t n) const;
 };
 
+// "fnv1a64:..." of the architecture and the norm weights, which are F32 in every quantisation of a model
+std::string kvq_fingerprint(const llama_model & model);
+
 // the command that writes the data of a model anew
 std::string kvq_embed_command(const llama_model & model, bool force);

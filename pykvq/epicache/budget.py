@@ -36,7 +36,7 @@ def key_similarity(context, layers: Sequence[int], tokens: Sequence[int], block:
     per layer. context: an engine.Context with an f16 cache and room for the text, which is cleared.
     """
     def keys(first: int) -> list[np.ndarray]:
-        state = SequenceState.parse(context.save(0))
+        state = SequenceState.parse(context.save(0, bare=True))
         rows = state.positions >= first
         return [values(k.heads(n)[rows], k.ggml_type) for n, k in zip(layers, state.keys)]
     context.clear()

@@ -51,7 +51,7 @@ class Builder:
             raise ValueError("EpiCache needs a model whose layers all keep keys and values of every token: no sliding window, no latent cache")
         self.layers, self.heads_kv = [layer.layer for layer in info], [layer.n_head_kv for layer in info]
         context.clear()
-        SequenceState.parse(context.save(0))     # a hybrid's recurrent part shows even when nothing is cached
+        SequenceState.parse(context.save(0, bare=True))     # a hybrid's recurrent part shows even when nothing is cached
         if plan.layers and (plan.shared or len(plan.layers) != len(info)):
             raise ValueError("layer budgets need one number per layer, and layers that may keep different tokens")
         if not plan.shared and any(layer.key_bias == "left out" for layer in info):
@@ -63,7 +63,7 @@ class Builder:
         n = min(len(tokens), blocks * self.plan.block)
         self.context.clear()
         self._decode(tokens[:n], 0)
-        state = SequenceState.parse(self.context.save(0))
+        state = SequenceState.parse(self.context.save(0, bare=True))
         at = tuple(np.repeat(state.positions[None], heads, 0) for heads in self.heads_kv)
         return Compressed(state, at, tuple(np.zeros(x.shape, np.float32) for x in at), n, pinned)
 
@@ -85,7 +85,7 @@ class Builder:
     def restore(self, state: SequenceState) -> None:
         """Load a state as sequence 0 and see that it is there. Raises ValueError when llama.cpp refuses it, RuntimeError when it does not arrive."""
         self.context.clear()
-        self.context.load(state.to_bytes(), 0)
+        self.context.load(state.to_bytes(), 0, bare=True)
         last = self.context.last_position(0)
         if last != state.positions.max():
             raise RuntimeError(f"a restored state ends at position {last}, not {state.positions.max()}")
@@ -104,7 +104,7 @@ class Builder:
         with self.capture.capture() as queries:
             self._decode(prompt, cache.end)
         self.context.remove(0, cache.end)
-        state = SequenceState.parse(self.context.save(0))
+        state = SequenceState.parse(self.context.save(0, bare=True))
         scores = state_scores(queries, self.layers, self.heads_kv, state)
         return replace(cache, state=state, scores=tuple(np.where(at < 0, -np.inf, s) for at, s in zip(cache.tokens, scores)))
 

@@ -26,7 +26,7 @@ def full_softmax_scores(b, prompt, start):
     with b.capture.capture() as queries:
         b.context.decode(prompt, start, logits="none")
     b.context.remove(0, start)
-    return state_scores(queries, b.layers, b.heads_kv, SequenceState.parse(b.context.save(0)))
+    return state_scores(queries, b.layers, b.heads_kv, SequenceState.parse(b.context.save(0, bare=True)))
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "turbo3", ("q8_0", "turbo4")], ids=str)

@@ -24,19 +24,19 @@ def context(request, tiny_model):
 def saved(context, tokens=TOKENS):
     context.clear()
     context.decode(tokens, 0, logits="none")
-    return SequenceState.parse(context.save(0))
+    return SequenceState.parse(context.save(0, bare=True))
 
 
 def after(context, state, tokens=(1, 2, 3)):
     """Logits of tokens that read a restored state."""
     context.clear()
-    context.load(state.to_bytes(), 0)
+    context.load(state.to_bytes(), 0, bare=True)
     return context.decode(list(tokens), int(state.positions.max()) + 1, logits="all")
 
 
 def test_identity(context):
     state = saved(context)
-    assert state.to_bytes() == context.save(0)
+    assert state.to_bytes() == context.save(0, bare=True)
     straight = context.decode([1, 2, 3], len(TOKENS), logits="all")
     assert np.array_equal(after(context, state), straight)
 
@@ -83,16 +83,16 @@ def test_f16_copies_are_left_out(tiny_model):
     with Model(tiny_model(64)) as model, Context(model, 256, "turbo2", kv_sink=4, kv_recent=16) as windowed, \
             Context(model, 256, "turbo2", kv_sink=0, kv_recent=0) as plain:
         state = saved(windowed)
-        assert len(windowed.save(0)) > len(state.to_bytes())
-        plain.load(state.to_bytes(), 0)
-        assert plain.save(0) == state.to_bytes()
+        assert len(windowed.save(0, bare=True)) > len(state.to_bytes())
+        plain.load(state.to_bytes(), 0, bare=True)
+        assert plain.save(0, bare=True) == state.to_bytes()
         after(windowed, state)
 
 
 def test_empty(context):
     context.clear()
-    state = SequenceState.parse(context.save(0))
-    assert not len(state.positions) and state.to_bytes() == context.save(0)
+    state = SequenceState.parse(context.save(0, bare=True))
+    assert not len(state.positions) and state.to_bytes() == context.save(0, bare=True)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -232,7 +232,7 @@ def check(root, said, epicache) -> bool:
     text = memory.tokens(utterances)
     with Context(epicache.model, 4096, threads=2) as context:
         context.decode(text, 0, logits="none")
-        expected = values(SequenceState.parse(context.save(0)).keys[0].heads(2), 1)
+        expected = values(SequenceState.parse(context.save(0, bare=True)).keys[0].heads(2), 1)
     for e in memory.episodes:
         assert e.cache.end <= len(memory.tokens(utterances[:memory.built]))
         kept = values(e.cache.state.keys[0].heads(2), 1)

@@ -103,13 +103,13 @@ def test_state_goes_on_where_it_was_saved(open_context, text):
 def test_state_of_another_type_is_refused(open_context, text):
     source, target = open_context("turbo3"), open_context("turbo4")
     source.decode(text[:BATCH], 0)
-    with pytest.raises(ValueError, match="mismatched key type"):
+    with pytest.raises(ValueError, match="saved under another setting; cache: .*turbo3.*, not .*turbo4"):
         target.load(source.save(0), 0)
 
 
-@pytest.mark.parametrize("sequence, words", [(None, "no saved state, or a damaged one"), (0, "wrong sequence state magic")])
-def test_state_of_set_bits_is_refused(open_context, sequence, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("sequence", [None, 0])
+def test_state_of_set_bits_is_refused(open_context, sequence):
+    with pytest.raises(ValueError, match="no saved state of such a cache"):
         open_context("turbo3").load(b"\xff" * 4096, sequence)
 
 

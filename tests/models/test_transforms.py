@@ -218,7 +218,7 @@ def test_a_state_stored_with_other_data_is_refused(calibrated):
             plain.decode(TOKENS[:50], 0)
             state = plain.save(0)
         with Context(model, 256, "turbo4") as context:
-            with pytest.raises(ValueError, match="mismatched key type"):
+            with pytest.raises(ValueError, match="under another setting; transforms"):
                 context.load(state, 0)
 
 

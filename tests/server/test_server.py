@@ -119,7 +119,7 @@ def test_slot_of_another_type_is_refused(server, start, tmp_path):
     (tmp_path / "other.bin").rename(f"{folder}other.bin")
     with pytest.raises(urllib.error.HTTPError) as error:
         server.request("POST", "/slots/1?action=restore", {"filename": "other.bin"})
-    assert error.value.code == 400 and "mismatched key type" in error.value.read().decode()
+    assert error.value.code == 400 and "under another setting; cache: 30 x K turbo4_64 V turbo4_64, not 30 x K turbo3_64" in error.value.read().decode()
     assert "Paris" in ask(server.client(), PROMPTS[0])       # the server goes on
 
 

@@ -1,0 +1,108 @@
+"""Saved states know what they are: another model, type or setting, a cut and a changed bit are refused, and nothing else changes."""
+import ctypes
+
+import llama_cpp.llama_cpp as native
+import numpy as np
+import pytest
+
+from pykvq.engine import Context, Model, quiet_log
+from pykvq.tiny_model import write_tiny_model
+
+TOKENS = [(7 * i * i + 3) % 256 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    quiet_log()
+    with Model(tiny_model(64)) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def context(model):
+    """Two sequences of different text."""
+    with Context(model, 256, "turbo3", n_seq=2, unified=True, threads=2) as made:
+        made.decode(TOKENS, 0, 0, logits="none")
+        made.decode(TOKENS[::-1], 0, 1, logits="none")
+        yield made
+
+
+@pytest.fixture
+def unchanged(context):
+    """Fails when a test has altered a sequence."""
+    before = [context.save(s) for s in (0, 1)]
+    yield
+    assert [context.save(s) for s in (0, 1)] == before
+
+
+def of(model, kv_type="turbo3", **options):
+    with Context(model, 256, kv_type, threads=2, **options) as other:
+        other.decode(TOKENS[:9], 0, logits="none")
+        return other.save(0)
+
+
+def test_another_type(context, unchanged, model):
+    with pytest.raises(ValueError, match="under another setting; cache: 2 x K turbo4_64 V turbo4_64, not 2 x K turbo3_64 V turbo3_64"):
+        context.load(of(model, "turbo4"), 0)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_states_without_a_header(context, unchanged, model, kv_type):
+    """Of llama.cpp's own types, in their own format; and ours in a context of those."""
+    state = of(model, kv_type)
+    assert state[:4] != b"KVQS"
+    with pytest.raises(ValueError, match="saved with f16 or another of llama.cpp's types, or by an older version"):
+        context.load(state, 0)
+    with Context(model, 256, kv_type, threads=2) as plain, pytest.raises(ValueError, match="a cache of other types, which this context does not have"):
+        plain.load(context.save(0), 0)
+
+
+def test_a_fine_tune(context, unchanged, tmp_path):
+    """The same shape and the same norms."""
+    with Model(write_tiny_model(tmp_path / "tuned.gguf", 64, seed=1)) as tuned, pytest.raises(ValueError, match="under another setting; model: llama "):
+        context.load(of(tuned), 0)
+
+
+@pytest.mark.parametrize("seq", [0, None])
+def test_cut_anywhere(context, unchanged, seq):
+    state = context.save(seq)
+    for n in {0, 1, 3, 4, 23, 24, 200, *range(0, len(state), 997), len(state) - 1}:
+        with pytest.raises(ValueError, match="cut off|no saved state"):
+            context.load(state[:n], seq)
+
+
+@pytest.mark.parametrize("seq", [0, None])
+def test_any_changed_bit(context, unchanged, seq):
+    state = context.save(seq)
+    rng = np.random.default_rng(0)
+    for at in [*range(32), *rng.integers(32, len(state), 60)]:
+        damaged = bytearray(state)
+        damaged[at] ^= 1 << int(rng.integers(8))
+        with pytest.raises(ValueError, match="damaged|cut off|another setting|no saved state"):
+            context.load(bytes(damaged), seq)
+
+
+def test_rows_that_do_not_fit_reach_the_reader_and_leave_the_other_sequence(context):
+    """Behind a right header, as code that builds states may do it."""
+    rows, other = context.save(0, bare=True), context.save(1)
+    for n in range(0, len(rows), 501):
+        with pytest.raises(ValueError):
+            context.load(rows[:n], 0, bare=True)
+        assert context.save(1) == other
+
+
+def test_file_covers_its_tokens(context, unchanged, tmp_path):
+    path = tmp_path / "state.bin"
+    tokens = (native.llama_token * 40)(*TOKENS)
+    assert native.llama_state_seq_save_file(context.handle, str(path).encode(), 0, tokens, 40) == path.stat().st_size
+    out, n = (native.llama_token * 64)(), ctypes.c_size_t()
+
+    def load():
+        return native.llama_state_seq_load_file(context.handle, str(path).encode(), 0, out, 64, ctypes.byref(n))
+    data = bytearray(path.read_bytes())
+    data[12 + 4 * 7] ^= 1
+    path.write_bytes(data)
+    assert load() == 0
+    data[12 + 4 * 7] ^= 1
+    path.write_bytes(data)
+    assert load() == len(data) and list(out[:40]) == TOKENS
