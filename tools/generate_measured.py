@@ -115,7 +115,7 @@ def documents() -> dict[Path, str]:
         "text, by both programs (`tests/evaluation/agreement.py`).", agreement(),
         "## Plan against allocation", f"Largest difference between what `pykvq plan` says and what a context then holds, over "
         f"{len({r['type'] for r in plan})} types, one sequence of 2048 cells and four in 4096 (`tests/planning/allocation.py`).", allocation(),
-        "## Speed", "`pykvq bench` of SmolLM2-135M on two busy cores of an AMD EPYC with AVX-512: ratios of interleaved rounds.", bench()]) + "\n"
+        "## Speed", "`pykvq bench` of SmolLM2-135M on two busy cores of an AMD EPYC with AVX-512: ratios of interleaved rounds; five rounds on a machine with other work, so read them coarsely.", bench()]) + "\n"
     return {ROOT / "docs/measured.md": page}
 
 
