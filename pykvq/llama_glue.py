@@ -159,7 +159,7 @@ def reason(message: str) -> str:
     texts = [line.split(": ", 1)[-1] for line in _errors]
     forget()
     hint = "; use a smaller n_ctx or a smaller kv_type" if any("alloc" in text for text in texts) else ""
-    cause = next((text for text in texts if "; run: " in text), texts[0] if texts else "")
+    cause = next((text for text in texts if "; run: " in text or "to RPC server" in text), texts[0] if texts else "")
     return f"{message}: {cause}{hint}" if cause else message
 
 
