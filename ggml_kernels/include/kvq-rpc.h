@@ -5,14 +5,19 @@
 
 #include <algorithm>
 
-#ifndef _WIN32
+#ifdef _WIN32
+#  ifndef NOMINMAX
+#    define NOMINMAX
+#  endif
+#  include <winsock2.h>
+#else
 #  include <netinet/in.h>
 #  include <netinet/tcp.h>
 #  include <sys/socket.h>
 #endif
 
 #ifndef MSG_NOSIGNAL
-#  define MSG_NOSIGNAL 0   // elsewhere: a write to a closed connection is a signal
+#  define MSG_NOSIGNAL 0   // a write to a closed connection is no signal, or the socket says so
 #endif
 
 // Asks the other side for a sign of life after 10 s of silence, three times, 5 s apart: without it a read waits forever when a host
@@ -21,6 +26,9 @@ template <typename socket_fd>
 [[maybe_unused]] static void kvq_keep_alive(socket_fd fd) {
     const auto set = [fd](int level, int option, int value) { setsockopt(fd, level, option, (const char *) &value, sizeof(value)); };
     set(SOL_SOCKET, SO_KEEPALIVE, 1);
+#ifdef SO_NOSIGPIPE
+    set(SOL_SOCKET, SO_NOSIGPIPE, 1);
+#endif
 #ifdef TCP_KEEPIDLE
     set(IPPROTO_TCP, TCP_KEEPIDLE, 10);
     set(IPPROTO_TCP, TCP_KEEPINTVL, 5);
