@@ -208,9 +208,8 @@ template <int N> static __device__ __forceinline__ void kvq_apply_signs(float * 
     }
 }
 
-// x = H x, or H^T x, of one block held by a warp (value i in lane i%32, register i/32); unnormalised; the order of the
-// additions is the reference's. buf: N floats of shared memory of this warp, used only where N is no power of two.
-template <int N, bool TRANSPOSED> static __device__ __forceinline__ void kvq_hadamard_warp(float * x, float * buf, const int lane) {
+// the butterflies of every run of N/paley values
+template <int N> static __device__ __forceinline__ void kvq_sylvester_warp(float * x, const int lane) {
     using H = kvq_hadamard<N>;
 #pragma unroll
     for (int h = 1; h < (H::inner < 32 ? H::inner : 32); h *= 2) {
@@ -231,27 +230,43 @@ template <int N, bool TRANSPOSED> static __device__ __forceinline__ void kvq_had
             }
         }
     }
-    if constexpr (H::paley > 1) {
-        const uint32_t * rows = KVQ_PALEY_DEV[(H::paley == 12 ? 0 : H::paley == 20 ? 2 : 4) + TRANSPOSED].w;
-        __syncwarp();
+}
+// mixes the runs with the Paley matrix or its transpose
+template <int N, bool TRANSPOSED> static __device__ __forceinline__ void kvq_paley_warp(float * x, float * buf, const int lane) {
+    using H = kvq_hadamard<N>;
+    const uint32_t * rows = KVQ_PALEY_DEV[(H::paley == 12 ? 0 : H::paley == 20 ? 2 : 4) + TRANSPOSED].w;
+    __syncwarp();
 #pragma unroll
-        for (int r = 0; r < H::regs; ++r) {
-            if (r*32 + lane < N) {
-                buf[r*32 + lane] = x[r];
-            }
+    for (int r = 0; r < H::regs; ++r) {
+        if (r*32 + lane < N) {
+            buf[r*32 + lane] = x[r];
         }
-        __syncwarp();
+    }
+    __syncwarp();
 #pragma unroll
-        for (int r = 0; r < H::regs; ++r) {
-            const int i = r*32 + lane < N ? r*32 + lane : 0;
-            const uint32_t row = rows[i/H::inner];
-            const int b = i % H::inner;
-            float acc = kvq_flip(buf[b], row & 1u);
-            for (int a = 1; a < H::paley; ++a) {
-                acc = __fadd_rn(acc, kvq_flip(buf[a*H::inner + b], (row >> a) & 1u));
-            }
-            x[r] = acc;
+    for (int r = 0; r < H::regs; ++r) {
+        const int i = r*32 + lane < N ? r*32 + lane : 0;
+        const uint32_t row = rows[i/H::inner];
+        const int b = i % H::inner;
+        float acc = kvq_flip(buf[b], row & 1u);
+        for (int a = 1; a < H::paley; ++a) {
+            acc = __fadd_rn(acc, kvq_flip(buf[a*H::inner + b], (row >> a) & 1u));
         }
-        __syncwarp();
+        x[r] = acc;
+    }
+    __syncwarp();
+}
+
+// x = H x, or H^T x, of one block held by a warp (value i in lane i%32, register i/32); unnormalised; the order of the
+// additions is the reference's. buf: N floats of shared memory of this warp, used only where N is no power of two.
+template <int N, bool TRANSPOSED> static __device__ __forceinline__ void kvq_hadamard_warp(float * x, float * buf, const int lane) {
+    if constexpr (!TRANSPOSED) {
+        kvq_sylvester_warp<N>(x, lane);
+    }
+    if constexpr (kvq_hadamard<N>::paley > 1) {
+        kvq_paley_warp<N, TRANSPOSED>(x, buf, lane);
+    }
+    if constexpr (TRANSPOSED) {
+        kvq_sylvester_warp<N>(x, lane);
     }
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kvq-fattn.cuh"
+#include "kvq-tiles.h"
 
 // Places in shared memory of what a bias needs: pairs of (cosine part, sine part) of the query rows, a table of the turns by
 // 0 to TILE - 1 in the order of the products' fragments, and a pair list for every warp.
@@ -43,86 +44,83 @@ static __device__ __forceinline__ void kvq_prefetch_rows(const char * rows, cons
     }
 }
 
-// Logits of S::TILE rows of a window: p[n][j] of query row 4n + t and row 8j + g. k: the first row's slice, rows nb bytes
-// apart; q16: the warp's queries, f16 [ROWS][DK + 8], in the domain of the rows, times the logit scale.
-template <typename S> static __device__ __forceinline__ void kvq_window_logits(
-        float (&p)[S::GROUPS][S::TILE/8], const char * k, const int64_t nb, const __half * q16, const int g, const int t) {
-    constexpr int NI = S::TILE/16, CHUNKS = (S::DK + 31)/32;
-    float c[NI][4];
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-        c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.0f;
-    }
-    const __half * my_q = q16 + kvq_column_row(g)*(S::DK + 8) + 8*t;
-    const char * row = k + g*nb + 16*t;
-#pragma unroll (S::BLOCKS > 1 ? 1 : CHUNKS <= 4 ? CHUNKS : 4)
-    for (int ch = 0; ch < CHUNKS; ++ch) {
-        const bool real = S::DK % 32 == 0 || 32*ch + 8*t < S::DK;
-        const uint4 none = make_uint4(0, 0, 0, 0);
-        const uint4 q = real && (S::GROUPS == 2 || !(g & 1)) ? *(const uint4 *) (my_q + 32*ch) : none;
-#pragma unroll
-        for (int i = 0; i < NI; ++i) {
-            const uint4 low  = real ? *(const uint4 *) (row + (16*i    )*nb + 64*ch) : none;
-            const uint4 high = real ? *(const uint4 *) (row + (16*i + 8)*nb + 64*ch) : none;
-            kvq_mma_chunk(c[i], low, high, q);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-#pragma unroll
-        for (int n = 0; n < S::GROUPS; ++n) {
-            p[n][2*i]     = c[i][n];
-            p[n][2*i + 1] = c[i][2 + n];
-        }
-    }
-}
-
-// Adds the window rows' values times the weights p to the outputs, which are in units of V's levels. v: the warp's part of the
-// first row's slice.
-template <int VB, typename S, int OUT> static __device__ __forceinline__ void kvq_window_outputs(
-        float (&o)[S::GROUPS][OUT], const float (&p)[S::GROUPS][S::TILE/8], const char * v, const int64_t nb, const int g, const int t) {
+// One tile of a window in registers: all its loads are in flight at once, so that a tile costs one trip to the L2 cache.
+template <int VB, typename S> struct kvq_window_tile {
     using BV = kvq_block<VB, S::NV>;
-    constexpr int NI = S::TILE/16, VU = VB == 4 ? 4 : 8, QU = (BV::units + 7)/8, group_dims = S::NV/(VU/2);
-    uint32_t pb[NI][2];
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            pb[i][e] = kvq_transpose(kvq_pack_half2(p[0][2*i + e], S::GROUPS == 2 ? p[S::GROUPS - 1][2*i + e] : 0.0f));
-        }
+    static constexpr int T = KVQ_WINDOW_TILE, CHUNKS = (S::DK + 31)/32;
+    static constexpr int AHEAD = CHUNKS < 4 ? CHUNKS : 4;      // chunks of 32 values of K that are loaded early: up to head size 128 all
+    static constexpr int VU = VB == 4 ? 4 : 8, QU = (BV::units + 7)/8, group_dims = S::NV/(VU/2);
+    static_assert(T == 16, "a tile is the 16 rows of a product");
+    static constexpr bool VALUES_LATE = S::GROUPS == 2 && S::BLOCKS > 1;   // 128 registers do not hold keys and values beside two groups' outputs
+    uint4    k[AHEAD][2];
+    uint32_t v[S::v_blocks*QU*(VU/2)][4];
+
+    // chunk ch of the row that starts, for this thread, at `row`
+    static __device__ __forceinline__ uint4 key(const char * row, const int ch, const int t) {
+        return S::DK % 32 == 0 || 32*ch + 8*t < S::DK ? *(const uint4 *) (row + 64*ch) : make_uint4(0, 0, 0, 0);
     }
+    // keys, values: the warp's slice of the first row, rows nb bytes apart
+    __device__ __forceinline__ void load_keys(const char * keys, const int64_t nb, const int g, const int t) {
 #pragma unroll
-    for (int b = 0; b < S::v_blocks; ++b) {
+        for (int ch = 0; ch < AHEAD; ++ch) {
 #pragma unroll
-        for (int qu = 0; qu < QU; ++qu) {
-            const int u = g + 8*qu;
-            const bool real = BV::units % 8 == 0 || u < BV::units;
-#pragma unroll
-            for (int k = 0; k < VU/2; ++k) {
-                // coordinates 2u and 2u + 1 of group k: rows g and g + 8 of a product whose columns are tokens
-                const char * at = v + 2*t*nb + 2*(b*S::NV + k*group_dims + 2*u);
-                float c[4] = { 0.0f, 0.0f, 0.0f, 0.0f };
-#pragma unroll
-                for (int i = 0; i < NI; ++i) {
-                    uint32_t w[4];
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        w[e] = real ? *(const uint32_t *) (at + (16*i + (e & 1) + 4*(e & 2))*nb) : 0u;
-                    }
-                    const uint4 a = make_uint4(kvq_prmt(w[0], w[1], 0x5410), kvq_prmt(w[0], w[1], 0x7632), kvq_prmt(w[2], w[3], 0x5410), kvq_prmt(w[2], w[3], 0x7632));
-                    kvq_mma_f16(c, a, pb[i][0], pb[i][1]);
-                }
-#pragma unroll
-                for (int n = 0; n < S::GROUPS; ++n) {
-                    float * out = o[n] + (b*QU + qu)*VU + k;
-                    out[0]    = fmaf(c[n],     kvq_scale_of<VB>(), out[0]);
-                    out[VU/2] = fmaf(c[2 + n], kvq_scale_of<VB>(), out[VU/2]);
-                }
-                kvq_hold_loads<S>();
+            for (int e = 0; e < 2; ++e) {
+                k[ch][e] = key(keys + (g + 8*e)*nb + 16*t, ch, t);
             }
         }
     }
-}
+    __device__ __forceinline__ void load_values(const char * values, const int64_t nb, const int g, const int t) {
+#pragma unroll
+        for (int i = 0; i < S::v_blocks*QU*(VU/2); ++i) {
+            const int b = i/(QU*(VU/2)), u = g + 8*(i/(VU/2) % QU), d = b*S::NV + i % (VU/2)*group_dims + 2*u;
+            const bool real = BV::units % 8 == 0 || u < BV::units;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                v[i][e] = real ? *(const uint32_t *) (values + (2*t + (e & 1) + 4*(e & 2))*nb + 2*d) : 0u;
+            }
+        }
+        asm volatile("" ::: "memory");      // none is put off
+    }
+    // Logits p[n][j] of query row 4n + t and window row 8j + g. q16: the warp's queries, f16 [ROWS][DK + 8], in the domain of the
+    // rows, times the logit scale.
+    __device__ __forceinline__ void logits(float (&p)[S::GROUPS][T/8], const char * keys, const int64_t nb, const __half * q16, const int g, const int t) const {
+        float c[4] = { 0.0f, 0.0f, 0.0f, 0.0f };
+        const __half * my_q = q16 + kvq_column_row(g)*(S::DK + 8) + 8*t;
+#pragma unroll
+        for (int ch = 0; ch < CHUNKS; ++ch) {
+            const bool real = S::DK % 32 == 0 || 32*ch + 8*t < S::DK;
+            const uint4 q = real && (S::GROUPS == 2 || !(g & 1)) ? *(const uint4 *) (my_q + 32*ch) : make_uint4(0, 0, 0, 0);
+            const char * row = keys + g*nb + 16*t;
+            kvq_mma_chunk(c, ch < AHEAD ? k[ch < AHEAD ? ch : 0][0] : key(row, ch, t), ch < AHEAD ? k[ch < AHEAD ? ch : 0][1] : key(row + 8*nb, ch, t), q);
+        }
+#pragma unroll
+        for (int n = 0; n < S::GROUPS; ++n) {
+            p[n][0] = c[n];
+            p[n][1] = c[2 + n];
+        }
+    }
+    // Adds the values times the weights p to the outputs, which are in units of V's levels.
+    template <int OUT> __device__ __forceinline__ void outputs(float (&o)[S::GROUPS][OUT], const float (&p)[S::GROUPS][T/8]) const {
+        uint32_t pb[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            pb[e] = kvq_transpose(kvq_pack_half2(p[0][e], S::GROUPS == 2 ? p[S::GROUPS - 1][e] : 0.0f));
+        }
+#pragma unroll
+        for (int i = 0; i < S::v_blocks*QU*(VU/2); ++i) {
+            // coordinates 2u and 2u + 1 of a group: rows g and g + 8 of a product whose columns are tokens
+            const uint32_t (& w)[4] = v[i];
+            float c[4] = { 0.0f, 0.0f, 0.0f, 0.0f };
+            kvq_mma_f16(c, make_uint4(kvq_prmt(w[0], w[1], 0x5410), kvq_prmt(w[0], w[1], 0x7632), kvq_prmt(w[2], w[3], 0x5410), kvq_prmt(w[2], w[3], 0x7632)), pb[0], pb[1]);
+#pragma unroll
+            for (int n = 0; n < S::GROUPS; ++n) {
+                float * out = o[n] + i/(VU/2)*VU + i % (VU/2);
+                out[0]    = fmaf(c[n],     kvq_scale_of<VB>(), out[0]);
+                out[VU/2] = fmaf(c[2 + n], kvq_scale_of<VB>(), out[VU/2]);
+            }
+        }
+    }
+};
 
 // ---- key bias ----
 
@@ -141,19 +139,19 @@ template <typename S> static __device__ __forceinline__ void kvq_fill_bias_table
     }
 }
 
-// Adds the bias to the logits p of S::TILE tokens. pos: of the first token. Where the visible tokens stand in a row, the queries
+// Adds the bias to the logits p of T tokens, at most S::TILE. pos: of the first token. Where the visible tokens stand in a row, the queries
 // are turned to the first one's position and meet the table; elsewhere every token's turn is made from the long table.
-template <typename S> static __device__ __forceinline__ void kvq_add_bias(
-        float (&p)[S::GROUPS][S::TILE/8], const uint32_t (&mk)[S::GROUPS][S::TILE/8], const bool masked, const kvq_bias_args & bias, const int * pos,
+template <typename S, int J> static __device__ __forceinline__ void kvq_add_bias(
+        float (&p)[S::GROUPS][J], const uint32_t (&mk)[S::GROUPS][J], const bool masked, const kvq_bias_args & bias, const int * pos,
         const float2 * z, const uint4 * table, float2 * turn, const int lane) {
     using B = kvq_bias_shape<S>;
-    constexpr int NI = S::TILE/16, NB = S::GROUPS, EACH = S::TILE/32;
+    constexpr int T = 8*J, NI = T/16, NB = S::GROUPS, EACH = (T + 31)/32, HALF = S::TILE/16*32;
     const int g = lane >> 2, t = lane & 3;
     // lane i looks at tokens i and i + 32
     bool seen[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-        seen[e] = !masked;
+        seen[e] = !masked && (T >= 32 || lane < T);
     }
     if (masked) {
 #pragma unroll
@@ -167,10 +165,11 @@ template <typename S> static __device__ __forceinline__ void kvq_add_bias(
             seen[j/4] = lane/8 == j % 4 ? (lanes >> 4*(lane & 7) & 15u) != 0 : seen[j/4];
         }
     }
-    int base = -1, first[EACH];         // position of the tile's first token, if this one is in its place
+    int base = -1, at[EACH], first[EACH];         // the token's position, 0 where no row sees it; the tile's first one's, if this one is in its place
 #pragma unroll
     for (int e = EACH - 1; e >= 0; --e) {
-        first[e] = seen[e] ? pos[32*e + lane] - 32*e - lane : -1;
+        at[e]    = seen[e] ? max(pos[32*e + lane], 0) : 0;
+        first[e] = seen[e] ? at[e] - 32*e - lane : -1;
         base = seen[e] ? first[e] : base;
     }
     const uint32_t some = __ballot_sync(0xFFFFFFFFu, base >= 0);
@@ -205,22 +204,14 @@ template <typename S> static __device__ __forceinline__ void kvq_add_bias(
                 return make_float4(x.x*r.x + x.y*r.y, x.y*r.x - x.x*r.y, x.z*r.z + x.w*r.w, x.w*r.z - x.z*r.w);
             };
             const uint4 q = column(turned(0), turned(2));
-            const uint4 * rows = table + chunk/8*NI*32 + lane;
+            const uint4 * rows = table + chunk/8*HALF + lane;
 #pragma unroll
             for (int i = 0; i < NI; ++i) {
                 kvq_mma_f16(c[i], rows[i*32], q.x, q.y);
-                kvq_mma_f16(c[i], rows[(NI + i)*32], q.z, q.w);
+                kvq_mma_f16(c[i], rows[HALF + i*32], q.z, q.w);
             }
         }
     } else {
-        auto position = [&](const int j) {        // of token 8j + g, 0 where no row sees it
-            bool visible = false;
-#pragma unroll
-            for (int n = 0; n < NB; ++n) {
-                visible = visible || mk[n][j] != 0xFC00u;
-            }
-            return visible ? max(pos[8*j + g], 0) : 0;
-        };
 #pragma unroll 1
         for (int chunk = 0; chunk < bias.pairs; chunk += 16) {
             const uint4 q = column(*(const float4 *) (my_z + chunk), *(const float4 *) (my_z + chunk + 2));
@@ -229,11 +220,12 @@ template <typename S> static __device__ __forceinline__ void kvq_add_bias(
                 uint32_t r[2][4];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int at = position(2*i + e);
+                    // of token 8*(2i + e) + g, from the lane that looked; a thread's rows may not see what others in the product do
+                    const int j = 2*i + e, where = __shfl_sync(0xFFFFFFFFu, at[j/4], 8*(j % 4) + g);
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         const int pair = chunk + 4*t + k;
-                        const float2 cs = pair < bias.pairs ? kvq_turn(bias, at, pair) : make_float2(0.0f, 0.0f);
+                        const float2 cs = pair < bias.pairs ? kvq_turn(bias, where, pair) : make_float2(0.0f, 0.0f);
                         r[e][k] = kvq_pack_half2(cs.x, cs.y);
                     }
                     kvq_hold_loads<S>();

@@ -299,13 +299,10 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     const int n_rows = a.gqa*a.n_tok;
 
     const int tile_tokens = T*slices;
-    // Tiles of the cache, then those of the window, divided among the blocks in one row; the blocks of a cluster take turns at
-    // the window's, because a short context can lie in it as a whole.
-    const int n_tiles = (a.n_kv + tile_tokens - 1)/tile_tokens, n_window = (a.window.n + tile_tokens - 1)/tile_tokens;
-    const int all_tiles = n_tiles + (MODE == KVQ_SHORT ? 0 : n_window);
-    const int all0 = int(int64_t(split)*all_tiles/a.n_split), all1 = int(int64_t(split + 1)*all_tiles/a.n_split);
-    const int tile0 = min(all0, n_tiles), tile1 = min(all1, n_tiles);
-    const int window0 = MODE == KVQ_SHORT ? split : max(all0 - n_tiles, 0), window1 = MODE == KVQ_SHORT ? n_window : all1 - n_tiles;
+    const int n_tiles = (a.n_kv + tile_tokens - 1)/tile_tokens;
+    const int tile0 = kvq_first_tile(split, a.n_split, n_tiles), tile1 = kvq_first_tile(split + 1, a.n_split, n_tiles);
+    // this warp's rows of an f16 window: the first, and from one tile of the block to its next
+    const int window0 = (split*slices + sl)*KVQ_WINDOW_TILE, window_step = a.n_split*slices*KVQ_WINDOW_TILE;
 
     extern __shared__ __align__(16) char smem[];
     const int k_bytes = tile_tokens*k_stride, v_bytes = v_is_k ? 0 : tile_tokens*v_stride, m_bytes = LINEAR ? a.mask_rows*T*2 : 0;
@@ -403,20 +400,19 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         }
     };
     const int * pos_first = BIAS ? (const int *) (a.bias.pos + seq/a.bias.seqs*a.bias.nbp1) : nullptr;
+    // this warp's part of K and V of a window tile
+    auto window_k = [&](const int token) { return a.window.k + seq*a.window.nbk3 + (head0 + h)*a.window.nbk2 + token*a.window.nbk1; };
+    auto window_v = [&](const int token) { return a.window.v + seq*a.window.nbv3 + (head0 + h)*a.window.nbv2 + token*a.window.nbv1 + vp*S::v_blocks*S::NV*2; };
+    // read without a stage in shared memory: on their way to the L2 cache, which sees every write, while the queries are turned
+    for (int token = window0; token < a.window.n; token += window_step) {
+        kvq_prefetch_rows(window_k(token), a.window.nbk1, KVQ_WINDOW_TILE, 2*S::DK, lane);
+        kvq_prefetch_rows(window_v(token), a.window.nbv1, KVQ_WINDOW_TILE, 2*S::v_blocks*S::NV, lane);
+    }
     if (a.early_queries) {
         load_queries();
     }
     kvq_pdl_wait();
     kvq_pdl_launch();
-    // this warp's part of K and V of a window tile
-    auto window_k = [&](const int token) { return a.window.k + seq*a.window.nbk3 + (head0 + h)*a.window.nbk2 + token*a.window.nbk1; };
-    auto window_v = [&](const int token) { return a.window.v + seq*a.window.nbv3 + (head0 + h)*a.window.nbv2 + token*a.window.nbv1 + vp*S::v_blocks*S::NV*2; };
-    const int first_window = window0*tile_tokens + sl*T;
-    if (window0 < window1 && first_window < a.window.n) {
-        // read without a stage in shared memory: on their way while the queries are turned
-        kvq_prefetch_rows(window_k(first_window), a.window.nbk1, T, 2*S::DK, lane);
-        kvq_prefetch_rows(window_v(first_window), a.window.nbv1, T, 2*S::v_blocks*S::NV, lane);
-    }
 #pragma unroll
     for (int s = 0; s < S::STAGES - 1; ++s) {
         fetch(tile0 + s);
@@ -484,12 +480,13 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     }
 
     // Logits p of this thread's rows and tokens become weights; outputs so far shrink where a maximum moves.
-    auto softmax = [&](float (&p)[NB][2*NI], const uint32_t (&mk)[NB][2*NI], const bool masked) {
+    auto softmax = [&](auto & p, const auto & mk, const bool masked) {
+        constexpr int J = sizeof(p[0])/sizeof(p[0][0]);
         if (a.softcap != 0.0f) {
 #pragma unroll
             for (int n = 0; n < NB; ++n) {
 #pragma unroll
-                for (int j = 0; j < 2*NI; ++j) {
+                for (int j = 0; j < J; ++j) {
                     p[n][j] = a.softcap*KVQ_LOG2E*tanhf(p[n][j]);
                 }
             }
@@ -498,7 +495,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
 #pragma unroll
             for (int n = 0; n < NB; ++n) {
 #pragma unroll
-                for (int j = 0; j < 2*NI; ++j) {
+                for (int j = 0; j < J; ++j) {
                     p[n][j] = fmaf(slope[n], __half2float(__ushort_as_half((unsigned short) mk[n][j])), p[n][j]);
                 }
             }
@@ -509,7 +506,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         for (int n = 0; n < NB; ++n) {
             float top = p[n][0];
 #pragma unroll
-            for (int j = 1; j < 2*NI; ++j) {
+            for (int j = 1; j < J; ++j) {
                 top = fmaxf(top, p[n][j]);
             }
             m_new[n] = top;
@@ -542,7 +539,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         for (int n = 0; n < NB; ++n) {
             float sum = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 2*NI; ++j) {
+            for (int j = 0; j < J; ++j) {
                 p[n][j] = kvq_exp2(p[n][j] - m[n]);
                 sum += p[n][j];
             }
@@ -550,12 +547,13 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         }
     };
     // true when no row sees a token of the tile; masked tells whether the mask matters
-    auto hidden_tile = [&](const uint32_t (&mk)[NB][2*NI], bool & masked) {
+    auto hidden_tile = [&](const auto & mk, bool & masked) {
+        constexpr int J = sizeof(mk[0])/sizeof(mk[0][0]);
         uint32_t any_bits = 0;
 #pragma unroll
         for (int n = 0; n < NB; ++n) {
 #pragma unroll
-            for (int j = 0; j < 2*NI; ++j) {
+            for (int j = 0; j < J; ++j) {
                 any_bits |= mk[n][j];
             }
         }
@@ -567,7 +565,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
 #pragma unroll
         for (int n = 0; n < NB; ++n) {
 #pragma unroll
-            for (int j = 0; j < 2*NI; ++j) {
+            for (int j = 0; j < J; ++j) {
                 hidden = hidden && mk[n][j] == 0xFC00u;
             }
         }
@@ -577,33 +575,34 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     // the window first: the copies of the cache's first tiles are on their way meanwhile
     const char * mask16 = a.window.mask + (seq % max(a.window.nem3, 1))*a.window.nbm3;
 #pragma unroll 1
-    for (int tile = window0; tile < window1; tile += MODE == KVQ_SHORT ? KVQ_CLUSTER : 1) {
-        const int token = tile*tile_tokens + sl*T;
-        if (token >= a.window.n) {
-            break;          // a slice past the end
-        }
-        uint32_t mk[NB][2*NI];
+    for (int token = window0; token < a.window.n; token += window_step) {
+        uint32_t mk[NB][KVQ_WINDOW_TILE/8];
 #pragma unroll
         for (int n = 0; n < NB; ++n) {
 #pragma unroll
-            for (int j = 0; j < 2*NI; ++j) {
+            for (int j = 0; j < KVQ_WINDOW_TILE/8; ++j) {
                 mk[n][j] = kvq_ld16(mask16 + tok_q[n]*a.window.nbm1 + (token + 8*j + g)*2);
             }
         }
+        kvq_window_tile<VB, S> rows;
+        rows.load_keys(window_k(token), a.window.nbk1, g, t);
+        if (!rows.VALUES_LATE) {
+            rows.load_values(window_v(token), a.window.nbv1, g, t);
+        }
         bool masked;
-        if (MODE != KVQ_SHORT && hidden_tile(mk, masked)) {
+        if (hidden_tile(mk, masked)) {
             continue;
         }
-        float p[NB][2*NI];
-        kvq_window_logits<S>(p, window_k(token), a.window.nbk1, q16 + slot*(S::query16_bytes/2), g, t);
-        if (MODE == KVQ_SHORT && hidden_tile(mk, masked)) {
-            continue;       // the latency of the mask hides behind that of the keys
-        }
+        float p[NB][KVQ_WINDOW_TILE/8];
+        rows.logits(p, window_k(token), a.window.nbk1, q16 + slot*(S::query16_bytes/2), g, t);
         if constexpr (BIAS) {
             kvq_add_bias<S>(p, mk, masked, a.bias, pos_first + a.n_kv + token, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
         }
+        if (rows.VALUES_LATE) {
+            rows.load_values(window_v(token), a.window.nbv1, g, t);
+        }
         softmax(p, mk, masked);
-        kvq_window_outputs<VB, S>(o, p, window_v(token), a.window.nbv1, g, t);
+        rows.outputs(o, p);
     }
 
     for (int tile = tile0; tile < tile1; ++tile) {

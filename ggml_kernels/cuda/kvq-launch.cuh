@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kvq-fattn.cuh"
+#include "kvq-tiles.h"
 
 struct kvq_device {
     int    n_sm;
@@ -84,17 +85,8 @@ static inline void kvq_set_window(kvq_operand & o, const int heads) {
     }
 }
 
-// Splits the context so that the blocks fill the device: uneven runs of tiles where a block has several.
-static inline int kvq_decode_splits(const int tiles, const int want) {
-    if (tiles >= 4*want) {
-        return want < 1 ? 1 : want;
-    }
-    const int each = (tiles + want - 1)/want;
-    return (tiles + each - 1)/each;
-}
-
-// Tiles, of the cache and of a window, up to which one cluster takes the whole context.
-static constexpr int KVQ_SHORT_TILES = 16, KVQ_SHORT_WINDOW_TILES = 32;
+// Tiles of the cache, and rows of a window, up to which one cluster takes the whole context.
+static constexpr int KVQ_SHORT_TILES = 16, KVQ_SHORT_WINDOW = 1024;
 
 // Shared memory behind the stages: what a window and a bias need for `slots` warps with query rows of their own.
 static inline size_t kvq_decode_extra(const kvq_fattn_args & a, const kvq_decode_variant & e, const int slots) {
@@ -108,7 +100,7 @@ static inline bool kvq_plan_decode_linear(kvq_fattn_args & a, const kvq_decode_e
     };
     const kvq_decode_variant & brief = pair.brief[size];
     const bool is_short = brief.kernel && dev.clusters && a.bias.pairs == 0 && a.n_kv <= KVQ_SHORT_TILES*brief.tile && a.n_kv % brief.tile == 0 &&
-        a.window.n <= KVQ_SHORT_WINDOW_TILES*brief.tile;
+        a.window.n <= KVQ_SHORT_WINDOW;
     const kvq_decode_variant & e = is_short ? brief : a.bias.pairs > 0 ? pair.linear_bias[size] : pair.linear[size];
     if (!e.kernel || a.v_is_k || a.n_head_kv != 8 || a.n_kv % e.tile != 0 || !run_of_rows(a.k) || !run_of_rows(a.v) ||
         (a.mask && (a.nbm1 % 16 != 0 || a.nbm3 % 16 != 0 || (uintptr_t) a.mask % 16 != 0))) {
@@ -128,7 +120,7 @@ static inline bool kvq_plan_decode_linear(kvq_fattn_args & a, const kvq_decode_e
     } else {
         const int resident = int(dev.smem_sm/(out.smem + 1024)) < e.blocks ? int(dev.smem_sm/(out.smem + 1024)) : e.blocks;
         const int want = dev.n_sm*(resident > 0 ? resident : 1)/a.n_seq;
-        a.n_split = a.n_part = kvq_decode_splits((a.n_kv + a.window.n)/e.tile, want < 1 ? 1 : want);
+        a.n_split = a.n_part = kvq_decode_splits(a.n_kv/e.tile, a.window.n/KVQ_WINDOW_TILE, want < 1 ? 1 : want);
     }
     out.kernel = e.kernel;
     out.grid   = dim3(a.n_split, 1, a.n_seq);
@@ -189,7 +181,8 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
     const int per_tile = e.tile*a.slices;
     const int resident = int((dev.smem_sm - 1024)/(out.smem + 1024)) < e.blocks ? int((dev.smem_sm - 1024)/(out.smem + 1024)) : e.blocks;
     const int want = dev.n_sm*(resident > 0 ? resident : 1)/(y*a.n_seq);
-    a.n_split = kvq_decode_splits((a.n_kv + per_tile - 1)/per_tile + (a.window.n + per_tile - 1)/per_tile, want < 1 ? 1 : want);
+    const int per_window = KVQ_WINDOW_TILE*a.slices;
+    a.n_split = kvq_decode_splits((a.n_kv + per_tile - 1)/per_tile, (a.window.n + per_window - 1)/per_window, want < 1 ? 1 : want);
     a.n_part = a.n_split*a.slices;
     out.kernel = e.kernel;
     out.grid   = dim3(a.n_split, y, a.n_seq);

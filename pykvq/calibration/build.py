@@ -35,10 +35,16 @@ def cache_returns(kind: str, statistics: Statistics, model: Path) -> bool:
 
 
 def best_key_bias(statistics: Statistics, model: Path) -> str:
-    """The most of "measured", "attn_k.bias" and "none" that the caches of this installation can return on each of its devices."""
-    if any(device.backend not in KEY_BIAS_BACKENDS for device in devices()):
+    """The most of "measured", "attn_k.bias" and "none" that the caches of this installation can return on each of its devices.
+
+    On a GPU not "measured": returning it costs more speed than it gains accuracy (docs/calibration.md), where a model with
+    attn_k.bias is useless without it.
+    """
+    backends = {device.backend for device in devices()}
+    if not backends <= KEY_BIAS_BACKENDS:
         return "none"
-    return next(kind for kind in ("measured", "attn_k.bias", "none") if cache_returns(kind, statistics, model))
+    kinds = ("attn_k.bias", "none") if "cuda" in backends else ("measured", "attn_k.bias", "none")
+    return next(kind for kind in kinds if cache_returns(kind, statistics, model))
 
 
 def keeps_mean(model: Path, layer: int) -> bool:
