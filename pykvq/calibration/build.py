@@ -37,8 +37,8 @@ def cache_returns(kind: str, statistics: Statistics, model: Path) -> bool:
 def best_key_bias(statistics: Statistics, model: Path) -> str:
     """The most of "measured", "attn_k.bias" and "none" that the caches of this installation can return on each of its devices.
 
-    On a GPU not "measured": returning it costs more speed than it gains accuracy (docs/calibration.md), where a model with
-    attn_k.bias is useless without it.
+    On a GPU not "measured": returning a bias costs it much speed (docs/calibration.md), which is worth it only for a model with
+    attn_k.bias, of little use in a low-bit cache without it.
     """
     backends = {device.backend for device in devices()}
     if not backends <= KEY_BIAS_BACKENDS:
