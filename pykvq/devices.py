@@ -44,3 +44,8 @@ def devices() -> list[Device]:
             found.append(Device(base.ggml_backend_dev_name(handle).decode(), base.ggml_backend_dev_description(handle).decode(),
                                 kind != _CPU, free.value, total.value))
     return found
+
+
+def has_gpu() -> bool:
+    """Whether a GPU can hold layers. llama_supports_gpu_offload is true of every build that has RPC."""
+    return any(device.gpu for device in devices())

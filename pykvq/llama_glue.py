@@ -10,6 +10,7 @@ import os
 from collections import deque
 from pathlib import Path
 
+from pykvq.devices import has_gpu
 from pykvq.formats import ACTIVATION_IDS, TIERED, TYPE_COUNT
 from pykvq.gguf_header import Header, read_header
 from pykvq.kv_info import CacheInfo, cache_info
@@ -73,9 +74,8 @@ def check_before_load(llm, n_ctx: int) -> None:
     Raises ModelFileError for a missing or truncated file, ValueError for a head size without a block, MemoryError for a
     cache that cannot fit into the host's memory.
     """
-    import llama_cpp.llama_cpp as bindings
     forget()
-    on_device = llm.model_params.n_gpu_layers and llm.context_params.offload_kqv and bindings.llama_supports_gpu_offload()
+    on_device = llm.model_params.n_gpu_layers and llm.context_params.offload_kqv and has_gpu()
     header = read_header(llm.model_path)
     if not llm.model_params.vocab_only:
         check_cache(header, llm.context_params.type_k, llm.context_params.type_v, n_ctx, cache_on_host=not on_device)

@@ -18,7 +18,8 @@ except ModuleNotFoundError:                      # Python 3.10
 
 ROOT = Path(__file__).resolve().parent.parent
 PIN = tomllib.loads((ROOT / "patches/UPSTREAM").read_text())
-COMMANDS = ("llama-server", "llama-cli", "llama-bench", "llama-batched-bench", "llama-perplexity", "llama-quantize")
+COMMANDS = ("llama-server", "llama-cli", "llama-bench", "llama-batched-bench", "llama-perplexity", "llama-quantize", "ggml-rpc-server")
+NO_VERSION = ("llama-quantize", "ggml-rpc-server")
 
 
 def test_every_command_is_declared():
@@ -28,7 +29,7 @@ def test_every_command_is_declared():
         assert callable(getattr(launch, scripts[name].removeprefix("pykvq.launch:")))
 
 
-@pytest.mark.parametrize("name", [c for c in COMMANDS if c != "llama-quantize"])
+@pytest.mark.parametrize("name", [c for c in COMMANDS if c not in NO_VERSION])
 def test_command_tells_the_pinned_commit(program, name):
     result = subprocess.run([program(name), "--version"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -39,6 +40,11 @@ def test_quantize_runs(program):
     # It has no --version; its usage text ends with exit code 1.
     result = subprocess.run([program("llama-quantize"), "--help"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1 and result.stdout.startswith("usage: llama-quantize")
+
+
+def test_rpc_server_runs(program):
+    result = subprocess.run([program("ggml-rpc-server"), "--help"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stdout.startswith("Usage: ggml-rpc-server")
 
 
 def test_exit_code_and_arguments_pass_through(program):

@@ -71,11 +71,10 @@ def check_input(out: Output, path: Path, pairs: Sequence[tuple[str, str]], ctx: 
 
     Raises ModelFileError, ValueError and MemoryError as check_cache does.
     """
-    import llama_cpp.llama_cpp as bindings
-
+    from pykvq.devices import has_gpu
     from pykvq.gguf_header import read_header
     from pykvq.llama_glue import check_cache
-    on_device = gpu_layers and bindings.llama_supports_gpu_offload()
+    on_device = gpu_layers and has_gpu()
     if gpu_layers and not on_device:
         out.warn("no GPU, or an installation without a GPU backend (see pykvq doctor); --gpu-layers is ignored")
     header = read_header(path)

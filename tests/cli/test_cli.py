@@ -232,8 +232,8 @@ def test_chat_refuses_a_prompt_longer_than_the_context(run, smollm2):
 
 
 def test_gpu_layers_without_a_gpu_are_told(run, smollm2):
-    from llama_cpp import llama_supports_gpu_offload
-    if llama_supports_gpu_offload():
+    from pykvq.devices import has_gpu
+    if has_gpu():
         pytest.skip("there is a GPU")
     result = run("chat", smollm2, "--gpu-layers", 99, "--ctx", 256, "--max-tokens", 2, stdin="Hi.\n")
     assert result.exit_code == 0 and "--gpu-layers is ignored" in result.stderr

@@ -8,11 +8,10 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(shutil.which("nvidia-smi") is
 
 
 def test_sums_match_the_cpu(tiny_model, tmp_path, monkeypatch):
-    import llama_cpp.llama_cpp as native
-
     from pykvq.calibration import text
     from pykvq.calibration.run import calibrate
-    if not native.llama_supports_gpu_offload():
+    from pykvq.devices import has_gpu
+    if not has_gpu():
         pytest.skip("the installation has no GPU backend")
     # the model has no tokenizer, and samples of the GPU would soon be other ones than those of the CPU
     tokens = np.random.default_rng(2).integers(0, 256, (4, 512), dtype=np.int32)

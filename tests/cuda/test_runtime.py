@@ -17,8 +17,8 @@ ROOM = 1024
 
 @pytest.fixture(scope="module")
 def engine():
-    import llama_cpp.llama_cpp as native
-    if not native.llama_supports_gpu_offload():
+    from pykvq.devices import has_gpu
+    if not has_gpu():
         pytest.skip("the installation has no GPU backend; install with CMAKE_ARGS=-DGGML_CUDA=on")
     import pykvq.engine
     return pykvq.engine

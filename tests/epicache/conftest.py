@@ -1,13 +1,10 @@
 """A tiny model that chats: random weights, a vocabulary of bytes."""
 import architectures
 import pytest
+from setting import OPTIONS, TOPICS
 
 from pykvq.engine import quiet_log
 from pykvq.epicache.chat import Conversation, EpiCache
-from pykvq.epicache.memory import Settings
-
-OPTIONS = {"budget": 400, "block": 200, "room": 400, "settings": Settings(prompt=250), "encoder_name": "model", "threads": 2}
-TOPICS = ["The dog likes the beach.", "Oak makes good tables.", "Lisbon is warm in May."]
 
 
 @pytest.fixture(scope="session")

@@ -125,7 +125,7 @@ def test_a_broken_restore_does_not_poison(grown, monkeypatch):
     said = [*epicache.conversation.said, Message("user", "What makes good tables?")]
     good = epicache.chat(said, max_tokens=6)
     epicache._base = None
-    monkeypatch.setattr(epicache.context, "load", lambda *_: (_ for _ in ()).throw(ValueError("refused")))
+    monkeypatch.setattr(epicache.context, "load", lambda *_, **__: (_ for _ in ()).throw(ValueError("refused")))
     with pytest.raises(ValueError, match="refused"):
         epicache.chat(said, max_tokens=6)
     monkeypatch.undo()
@@ -146,7 +146,7 @@ def test_quantised_types(grown):
 
 
 def test_weights_of_a_llama(talker):
-    from conftest import OPTIONS
+    from setting import OPTIONS
     from llama_cpp import Llama
     from pykvq.epicache import EpiCache
     llama = Llama(str(talker), n_ctx=256, kv_type="turbo4", verbose=False)

@@ -170,7 +170,7 @@ def test_a_restart_and_a_small_memory(make, tmp_path):
 CHILD = """
 import json, sys
 sys.path[:0] = {paths!r}
-from conftest import OPTIONS, TOPICS
+from setting import OPTIONS, TOPICS
 from pykvq.engine import quiet_log
 from pykvq.epicache.chat import EpiCache
 from pykvq.epicache.conversations import Conversations
@@ -189,7 +189,7 @@ while True:
 
 def killed(talker, root, kills, longest, seed=1):
     """Run a talking process and kill it, `kills` times; returns how often a cache was found. See check()."""
-    from conftest import OPTIONS
+    from setting import OPTIONS
     from pykvq.epicache.chat import EpiCache
     rng, said = random.Random(seed), []
     here = Path(__file__).parent
