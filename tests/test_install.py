@@ -44,7 +44,7 @@ def test_quantize_runs(program):
 
 def test_rpc_server_runs(program):
     result = subprocess.run([program("ggml-rpc-server"), "--help"], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0 and result.stdout.startswith("Usage: ggml-rpc-server")
+    assert result.returncode == 0 and result.stderr.startswith("Usage: ggml-rpc-server")
 
 
 def test_exit_code_and_arguments_pass_through(program):
