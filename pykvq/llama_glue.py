@@ -56,10 +56,10 @@ def kvq_is_off(kvq: str) -> bool:
 
 
 def window(kv_sink: int | None, kv_recent: int | None) -> tuple[int, int]:
-    """llama_context_params.kv_sink and .kv_recent; None or -1 is the default of the cache type. Raises ValueError below that."""
-    pair = tuple(-1 if n is None else int(n) for n in (kv_sink, kv_recent))
-    if min(pair) < -1:
-        raise ValueError(f"kv_sink and kv_recent are numbers of tokens, or None for the type's default, not {kv_sink} and {kv_recent}")
+    """llama_context_params.kv_sink and .kv_recent; None or -1 is the default of the cache type. Raises ValueError for what is no number of tokens."""
+    pair = tuple(-1 if n is None else n for n in (kv_sink, kv_recent))
+    if not all(isinstance(n, int) and not isinstance(n, bool) and -1 <= n <= 1 << 24 for n in pair):
+        raise ValueError(f"kv_sink and kv_recent are numbers of tokens, or None for the type's default, not {kv_sink!r} and {kv_recent!r}")
     return pair
 
 

@@ -146,7 +146,7 @@ void kvq_log_cache(const llama_kv_cache & cache) {
     // the tools hide this library's info level by default, and who chose such a type must see what runs
     const auto level = ours ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO;
     llama_log_internal(level, "kvq: effective cache types: %s; %.2f MiB, f16 would be %.2f MiB (%.2fx)%s%s\n",
-        types.c_str(), bytes/1024/1024, bytes_f16/1024/1024, bytes > 0 ? bytes_f16/bytes : 1.0, window.c_str(), cache.kvq_calibration().c_str());
+        types.c_str(), bytes/1024/1024, bytes_f16/1024/1024, bytes > 0 ? bytes_f16/(bytes + bytes_window) : 1.0, window.c_str(), cache.kvq_calibration().c_str());
 }
 
 // every attention cache inside a memory module, in the order of its parts

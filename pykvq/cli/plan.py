@@ -44,10 +44,10 @@ def budget_of(vram: int | None, gpus: list) -> tuple[int, str]:
               help=f"Cache type, or K,V; may be given several times. Default: {', '.join(DEFAULT_TYPES)}, and oscar2 for a calibrated model.")
 @click.option("--vram", type=Size(), help="Memory to fit into, such as 24G.")
 @click.option("--auto", is_flag=True, help="Fit into what this machine has free: its GPUs, else its RAM. The default.")
-@click.option("--ctx", type=click.IntRange(256), help="Tokens of all sequences together, as llama-server's -c. Default: the trained context.")
+@click.option("--ctx", type=click.IntRange(256, 1 << 24), help="Tokens of all sequences together, as llama-server's -c. Default: the trained context.")
 @click.option("--parallel", type=click.IntRange(1, 256), default=1, show_default=True, help="Sequences, as llama-server's -np.")
 @click.option("--unified", is_flag=True, help="One cache that all sequences share, as llama-server's --kv-unified.")
-@click.option("--ubatch", type=click.IntRange(1), default=512, show_default=True, help="Micro-batch, as llama-server's -ub.")
+@click.option("--ubatch", type=click.IntRange(1, 1 << 16), default=512, show_default=True, help="Micro-batch, as llama-server's -ub.")
 @click.option("--swa-full", is_flag=True, help="Full cache for layers with a sliding window, as llama-server's --swa-full.")
 @window_options
 @click.option("--bandwidth", type=click.FloatRange(0, min_open=True), help="Of the memory, in GB/s. Default: measured, for a model in RAM.")

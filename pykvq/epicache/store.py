@@ -58,18 +58,29 @@ class Store:
         if watch:
             if not (self.root / _INDEX).is_file():
                 raise ValueError(f"no conversations are saved in {self.root}")
-            self._db = sqlite3.connect(f"{(self.root / _INDEX).absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
+            self._db = self._connect("ro")
             return
         self.root.mkdir(parents=True, exist_ok=True)
         try:
             self._process.acquire(timeout=0)
         except Timeout as error:
             raise ValueError(f"{self.root} is in use by another process; end that one, or name another folder") from error
-        self._db = sqlite3.connect(self.root / _INDEX, isolation_level=None, check_same_thread=False)
+        self._db = self._connect("rwc")
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_SCHEMA)
         self._sweep()
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        path = self.root / _INDEX
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("SELECT count(*) FROM sqlite_master")
+        except sqlite3.DatabaseError as error:
+            db.close()
+            self._process.release()
+            raise ValueError(f"the index {path} is damaged ({error}); move the folder away to begin anew") from error
+        return db
 
     def close(self) -> None:
         """Let another process in."""

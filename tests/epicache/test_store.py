@@ -165,6 +165,13 @@ def test_a_restart_and_a_small_memory(make, tmp_path):
     assert conversations.epicache.last.restored and not conversations.epicache.last.rebuilt
 
 
+def test_a_damaged_index_is_told(tmp_path):
+    (tmp_path / "index.sqlite").write_text("junk")
+    for watch in (True, False):
+        with pytest.raises(ValueError, match="index.sqlite is damaged"):
+            Store(tmp_path, watch=watch)
+
+
 # ---- kill -9
 
 CHILD = """
