@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import islice
 
 import numpy as np
 
 from pykvq.engine import Context, Model, kl_divergence
+from pykvq.evaluation.generation import first_divergence, most_likely
 from pykvq.speed import decode_speeds
 
 CONTEXT_TOKENS, SCORED_TOKENS = 640, 192         # of the bundled text: read first, or what fits, then scored; beyond every default window
@@ -48,15 +50,12 @@ def steps(kv_types: Sequence[tuple[str, str]], repeats: int = 3) -> int:
 
 def greedy(context: Context, prompt: Sequence[int], limit: int) -> tuple[list[int], np.ndarray]:
     """The most likely continuation, and the logits that chose each token: [n] and float32 [n, n_vocab]."""
-    context.clear()
-    logits, tokens, rows = context.decode(prompt, 0), [], []
-    for i in range(limit):
-        token = int(logits[-1].argmax())
+    tokens, rows = [], []
+    for token, logits in islice(most_likely(context, prompt), limit):
         if context.model.ends(token):
             break
         tokens.append(token)
-        rows.append(logits[-1])
-        logits = context.decode_batch([(token, len(prompt) + i, 0, True)])
+        rows.append(logits)
     return tokens, np.array(rows).reshape(len(rows), context.model.n_vocab)
 
 
@@ -102,7 +101,7 @@ def compare(model: Model, prompt: Sequence[int], kv_types: Sequence[tuple[str, s
         speeds = decode_speeds(contexts, text, depth, repeats=repeats, step=step)
     results = []
     for pair, (info, answer, ours, scored) in partial.items():
-        same = next((i for i, (a, b) in enumerate(zip(answer, reference.answer)) if a != b), min(len(answer), len(reference.answer)))
+        same = first_divergence(reference.answer, answer)
         layer = info[0]
         results.append(Result(pair, (layer.type_k, layer.type_v), model.text(answer), same, info.bytes, info.bytes_f16,
                               float(kl_divergence(reference.answer_logits, ours).mean()) if reference.answer else None,

@@ -1,7 +1,8 @@
 """Long greedy runs, one token at a time: where a cache first says something else than f16, and whether it falls into repetition."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -10,14 +11,20 @@ from pykvq.engine import Context
 GRAM = 4                                 # tokens that count as a repetition when they have occurred before
 
 
+def most_likely(context: Context, prompt: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Without end: the most likely next token, and the logits [n_vocab] that chose it."""
+    context.clear()
+    logits, position = context.decode(prompt, 0)[-1], len(prompt)
+    while True:
+        token = int(logits.argmax())
+        yield token, logits
+        logits = context.decode_batch([(token, position, 0, True)])[-1]
+        position += 1
+
+
 def greedy(context: Context, prompt: Sequence[int], count: int) -> np.ndarray:
     """The `count` most likely next tokens, past the end of a document too; int32 [count]."""
-    context.clear()
-    logits, out = context.decode(prompt, 0), []
-    for i in range(count):
-        out.append(int(logits[-1].argmax()))
-        logits = context.decode_batch([(out[-1], len(prompt) + i, 0, True)])
-    return np.array(out, np.int32)
+    return np.array([token for token, _ in islice(most_likely(context, prompt), count)], np.int32)
 
 
 def first_divergence(reference: np.ndarray, other: np.ndarray) -> int:
