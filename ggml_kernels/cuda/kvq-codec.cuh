@@ -1,8 +1,7 @@
 // Device side of the cache formats: tables folded to constants, unpacking of 16-bit units, the signed Hadamard rotation.
 #pragma once
 
-#include <cuda_fp16.h>
-#include <stdint.h>
+#include "kvq-ptx.cuh"
 
 // the C tables, as constant expressions that device code can fold
 #define const constexpr
@@ -71,20 +70,6 @@ template <int BITS> __host__ __device__ constexpr uint32_t kvq_level_word(const 
 static __device__ __forceinline__ uint32_t kvq_pin(const uint32_t value) {
     const uint32_t lane = threadIdx.x & 31;
     return __shfl_xor_sync(0xFFFFFFFFu, value ^ lane, 1) ^ lane ^ 1;
-}
-
-// prmt as the instruction is: __byte_perm masks the selector first
-static __device__ __forceinline__ uint32_t kvq_prmt(const uint32_t a, const uint32_t b, const uint32_t sel) {
-    uint32_t r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sel));
-    return r;
-}
-
-// bits of a where m is set, of b elsewhere, in one instruction
-static __device__ __forceinline__ uint32_t kvq_bitsel(const uint32_t m, const uint32_t a, const uint32_t b) {
-    uint32_t r;
-    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(a), "r"(b), "r"(m));
-    return r;
 }
 
 // Left shifts. The unit of shifts, permutes and logic is the busiest one while the decode kernel unpacks, so kvq_product_shift

@@ -40,7 +40,7 @@ static __device__ __forceinline__ void kvq_mma_chunk(float (&c)[4], const uint4 
 static __device__ __forceinline__ void kvq_prefetch_rows(const char * rows, const int64_t nb, const int n, const int bytes, const int lane) {
     const int lines = (bytes + 127)/128;
     for (int i = lane; i < n*lines; i += 32) {
-        asm volatile("prefetch.global.L2 [%0];" :: "l"(rows + i/lines*nb + i % lines*128));
+        kvq_prefetch_l2(rows + i/lines*nb + i % lines*128);
     }
 }
 

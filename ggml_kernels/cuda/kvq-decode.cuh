@@ -249,20 +249,6 @@ enum kvq_decode_mode {
 
 static constexpr int KVQ_CLUSTER = 8;
 
-static __device__ __forceinline__ void kvq_cluster_sync() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// word at this block's shared address, in the shared memory of another block of the cluster
-static __device__ __forceinline__ float kvq_cluster_load(const uint32_t address, const int rank) {
-    float x = 0.0f;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.f32 %0, [a];\n}" : "=f"(x) : "r"(address), "r"(rank) : "memory");
-#endif
-    return x;
-}
-
 template <int KB, int VB, typename S, int MODE, bool BIAS>
 static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a) {
 #ifdef KVQ_AMPERE

@@ -1,14 +1,8 @@
-// What the attention kernels share: arguments, asynchronous copies, tensor-core products.
+// What the attention kernels share: arguments, asynchronous copies, the turns of a key bias.
 #pragma once
 
 #include "kvq-codec.cuh"
 #include "kvq-types.h"
-
-#include <cuda_runtime.h>
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-#define KVQ_AMPERE
-#endif
 
 // how K or V is stored: bits per code of our types, or the two partner types
 enum kvq_store { KVQ_STORE_TURBO2 = 2, KVQ_STORE_TURBO3 = 3, KVQ_STORE_TURBO4 = 4, KVQ_STORE_OSCAR2 = KVQ_TIERS, KVQ_STORE_Q8_0 = 8, KVQ_STORE_F16 = 16 };
@@ -72,17 +66,6 @@ typedef void (* kvq_fattn_kernel)(const kvq_fattn_args);
 static constexpr float KVQ_LOG2E = 1.44269504f;
 static constexpr float KVQ_NO_MAX = -1e30f;      // finite, so that differences of maxima are numbers
 
-static __device__ __forceinline__ void kvq_pdl_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();
-#endif
-}
-static __device__ __forceinline__ void kvq_pdl_launch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
-
 static __device__ __forceinline__ float kvq_slope(const kvq_fattn_args & a, const int head) {
     if (a.max_bias <= 0.0f) {
         return 1.0f;
@@ -92,87 +75,6 @@ static __device__ __forceinline__ float kvq_slope(const kvq_fattn_args & a, cons
 }
 
 #ifdef KVQ_AMPERE
-// copies BYTES bytes, or writes zeros when there is no source
-template <int BYTES> static __device__ __forceinline__ void kvq_cp_async(const uint32_t dst, const void * src, const bool real = true) {
-    if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(dst), "l"(src), "r"(real ? 4 : 0) : "memory");
-    }
-}
-static __device__ __forceinline__ void kvq_cp_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int N> static __device__ __forceinline__ void kvq_cp_wait() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
-}
-static __device__ __forceinline__ uint32_t kvq_shared(const void * p) {
-    return (uint32_t) __cvta_generic_to_shared(p);
-}
-
-// The copy engine of compute capability 9.0: one thread asks for a run of bytes, a barrier in shared memory counts them.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define KVQ_BULK_COPY
-static __device__ __forceinline__ void kvq_bulk_init(const uint32_t barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
-}
-// after initialising barriers, and after writing with ordinary stores what the copy engine will overwrite
-static __device__ __forceinline__ void kvq_bulk_fence() {
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-static __device__ __forceinline__ void kvq_bulk_expect(const uint32_t barrier, const int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-static __device__ __forceinline__ void kvq_bulk_copy(const uint32_t dst, const void * src, const int bytes, const uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        :: "r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
-}
-static __device__ __forceinline__ void kvq_bulk_wait(const uint32_t barrier, const int parity) {
-    uint32_t done;
-    do {
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
-#endif
-
-static __device__ __forceinline__ void kvq_mma_s8(int (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-static __device__ __forceinline__ void kvq_mma_s8u8(int (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-static __device__ __forceinline__ void kvq_mma_f16(float (&d)[4], const uint4 a, const uint32_t b0, const uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-static __device__ __forceinline__ uint4 kvq_ldmatrix(const uint32_t p) {
-    uint4 r;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p));
-    return r;
-}
-static __device__ __forceinline__ uint4 kvq_ldmatrix_trans(const uint32_t p) {
-    uint4 r;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p));
-    return r;
-}
-static __device__ __forceinline__ float kvq_exp2(const float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// transposes an 8 x 8 matrix of halves, of which lane 4*row + t holds columns 2t and 2t + 1
-static __device__ __forceinline__ uint32_t kvq_transpose(const uint32_t x) {
-    uint32_t r;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
-    return r;
-}
 static __device__ __forceinline__ uint32_t kvq_pack_half2(const float low, const float high) {
     const __half2 h = __floats2half2_rn(low, high);
     return *(const uint32_t *) &h;

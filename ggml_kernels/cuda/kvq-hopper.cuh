@@ -20,64 +20,6 @@ template <int D_, int N_, int STAGES_> struct kvq_hopper_shape {
     static constexpr int fixed_bytes = 2*STAGES*TILE_BYTES + 2*ROWS*SQ + 16*STAGES + 1024;
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define KVQ_WGMMA
-
-static __device__ __forceinline__ void kvq_wgmma_fence()  { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-static __device__ __forceinline__ void kvq_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> static __device__ __forceinline__ void kvq_wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
-// the compiler must not move uses of the registers across this point
-template <int N> static __device__ __forceinline__ void kvq_wgmma_hold(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        asm volatile("" : "+f"(x[i]) :: "memory");
-    }
-}
-
-// Matrix in shared memory with 128-byte rows, swizzled. rows: bytes from one group of 8 rows to the next; panels: bytes
-// from one run of 64 columns to the next (read for transposed operands alone).
-static __device__ __forceinline__ uint64_t kvq_wgmma_matrix(const uint32_t address, const uint32_t rows, const uint32_t panels) {
-    return uint64_t((address & 0x3FFFF) >> 4) | (uint64_t(panels >> 4) << 16) | (uint64_t(rows >> 4) << 32) | (uint64_t(1) << 62);
-}
-
-#define KVQ_F8(x, i)  "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
-// d = a b, or d += a b: 64 rows, 64 columns, 16 deep; a in registers
-template <bool TRANS> static __device__ __forceinline__ void kvq_wgmma(float (&d)[32], const uint32_t (&a)[4], const uint64_t b, const int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
-        : KVQ_F8(d, 0), KVQ_F8(d, 8), KVQ_F8(d, 16), KVQ_F8(d, 24)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS ? 1 : 0));
-}
-// the same with 128 columns
-template <bool TRANS> static __device__ __forceinline__ void kvq_wgmma(float (&d)[64], const uint32_t (&a)[4], const uint64_t b, const int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
-        : KVQ_F8(d, 0), KVQ_F8(d, 8), KVQ_F8(d, 16), KVQ_F8(d, 24), KVQ_F8(d, 32), KVQ_F8(d, 40), KVQ_F8(d, 48), KVQ_F8(d, 56)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS ? 1 : 0));
-}
-#undef KVQ_F8
-
-static __device__ __forceinline__ void kvq_barrier_init(const uint32_t barrier, const int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-static __device__ __forceinline__ void kvq_barrier_arrive(const uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-// the threads of producer warpgroup 0 or 1
-static __device__ __forceinline__ void kvq_producers_sync(const int group) {
-    if (group == 0) {
-        asm volatile("bar.sync 1, 128;" ::: "memory");
-    } else {
-        asm volatile("bar.sync 2, 128;" ::: "memory");
-    }
-}
-#endif // sm_90a
-
 #ifdef KVQ_AMPERE
 // Where coordinate i of a head stands in a tile's row, and back: unpacking writes the 8 values of a chunk in the order in
 // which they come out of a unit (of two units for 4-bit codes). Products do not care, as long as both operands agree.
@@ -261,7 +203,7 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
     kvq_pdl_launch();
 
     if (group < 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+        kvq_fewer_registers<64>();
         const kvq_operand & op = group == 0 ? a.k : a.v;
         const int in_group = warp & 3, tid = in_group*32 + lane, bytes = T*op.stride;
         const char * my_raw = raw + (group == 0 ? 0 : 2*T*a.k.stride);
@@ -300,7 +242,7 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
                 const int64_t nb = group == 0 ? w.nbk1 : w.nbv1;
                 kvq_fill_window<S>(op.store, rows + (tile - n_cache)*T*nb, nb, filled, tid);
             }
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            kvq_async_fence();
             kvq_barrier_arrive(full_s + 8*slot);
             kvq_producers_sync(group);          // the raw rows are read: their place is free
             fetch(tile + 2);
@@ -308,7 +250,7 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
         return;
     }
 
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+    kvq_more_registers<192>();
     const int row0 = blockIdx.x*S::ROWS + (warp - 8)*16;
     // this warp's query rows, rotated when K is, times the logit scale
     const float logit_scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E)*kvq_tile_factor(a.k.store);
