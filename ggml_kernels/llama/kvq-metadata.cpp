@@ -11,7 +11,9 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <stdexcept>
+#include <string_view>
 
 struct fnv1a64 {
     uint64_t value = 0xcbf29ce484222325ull;
@@ -22,6 +24,25 @@ struct fnv1a64 {
         }
     }
 };
+
+// CRC-32 as zlib has it: a burst of up to 32 bits never goes unseen, and Python brings it along.
+static uint32_t crc32(uint32_t crc, std::string_view text) {
+    static const auto table = [] {
+        std::array<uint32_t, 256> t;
+        for (uint32_t i = 0; i < 256; i++) {
+            t[i] = i;
+            for (int bit = 0; bit < 8; bit++) {
+                t[i] = t[i] >> 1 ^ (t[i] & 1 ? 0xEDB88320u : 0);
+            }
+        }
+        return t;
+    }();
+    crc = ~crc;
+    for (const char c : text) {
+        crc = table[(crc ^ (uint8_t) c) & 0xff] ^ crc >> 8;
+    }
+    return ~crc;
+}
 
 std::string kvq_fingerprint(const llama_model & model) {
     fnv1a64 hash;
@@ -83,6 +104,7 @@ kvq_metadata::kvq_metadata(const llama_model & model) : model(model) {
         return;
     }
     require("kvq.version", "1", "another version of pykvq wrote it");
+    require_checksum();
     require("kvq.codebook", KVQ_CODEBOOK, "made for other tables of levels");
     if (!model.hparams.no_alloc) {
         require("kvq.fingerprint", kvq_fingerprint(model), "made for another model");
@@ -104,6 +126,27 @@ const std::string * kvq_metadata::find(const std::string & key) const {
 
 std::string kvq_metadata::complaint(const std::string & key, const std::string & what) const {
     return format("%s of %s: %s; run: %s, or use --kvq off", key.c_str(), from.c_str(), what.c_str(), kvq_embed_command(model, true).c_str());
+}
+
+// Data written before there was a checksum have none, and are taken as they are.
+void kvq_metadata::require_checksum() const {
+    const std::string wanted = "kvq.checksum", prefix = "kvq.";
+    if (!find(wanted)) {
+        return;
+    }
+    std::map<std::string, const std::string *> sorted;
+    for (const auto & [key, value] : *values) {
+        if (key.compare(0, prefix.size(), prefix) == 0 && key != wanted) {
+            sorted[key] = &value;
+        }
+    }
+    uint32_t crc = 0;
+    for (const auto & [key, value] : sorted) {
+        for (const std::string_view part : { std::string_view(key), std::string_view("="), std::string_view(*value), std::string_view("\n") }) {
+            crc = crc32(crc, part);
+        }
+    }
+    require(wanted, format("crc32:%08x", crc), "the kvq data are damaged");
 }
 
 void kvq_metadata::require(const std::string & key, const std::string & wanted, const char * otherwise) const {

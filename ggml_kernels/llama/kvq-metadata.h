@@ -44,6 +44,7 @@ private:
     std::string from;
 
     const std::string * find(const std::string & key) const;
+    void require_checksum() const;
     void require(const std::string & key, const std::string & wanted, const char * otherwise) const;
     std::vector<uint8_t> bytes(const std::string & key, size_t n) const;
 };

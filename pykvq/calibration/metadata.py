@@ -6,6 +6,7 @@ element: so every tensor is one base64 string.
 from __future__ import annotations
 
 import base64
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from pykvq.gguf_file import GgufFile
 
 VERSION = 1
 PREFIX = "kvq."
+CHECKSUM = "kvq.checksum"
 F16_MAX = 65504
 
 
@@ -28,6 +30,16 @@ class Embedded:
     key_bias: str
     layers: Mapping[int, Transform]
     provenance: Mapping[str, object]
+    checked: bool = True                 # False: read from a file without kvq.checksum
+
+
+def checksum(values: Mapping[str, object]) -> str:
+    """CRC-32 over all keys that are no arrays, by name, as "name=value" and a line feed; kvq.checksum itself is left out."""
+    crc = 0
+    for name in sorted(values, key=str.encode):
+        if name != CHECKSUM and not isinstance(values[name], list):
+            crc = zlib.crc32(f"{name}={values[name]}\n".encode(), crc)
+    return f"crc32:{crc:08x}"
 
 
 def encode(data: Embedded) -> dict[str, object]:
@@ -40,7 +52,8 @@ def encode(data: Embedded) -> dict[str, object]:
                 f"kvq.blk.{i}.k.lambda": _text(t.lam, "<f4", i)}
         if t.bias is not None:
             out[f"kvq.blk.{i}.k.bias"] = _text(t.bias, "<f2", i)
-    return out | {f"kvq.calibration.{name}": value for name, value in data.provenance.items()}
+    out |= {f"kvq.calibration.{name}": value for name, value in data.provenance.items()}
+    return out | {CHECKSUM: checksum(out)}
 
 
 def decode(file: GgufFile) -> Embedded | None:
@@ -51,8 +64,8 @@ def decode(file: GgufFile) -> Embedded | None:
         raise ValueError(f"{file.path} carries kvq data of version {file.get('kvq.version')}, this pykvq reads {VERSION}; upgrade pykvq")
     try:
         layers = {i: _layer(file, i) for i in file.get("kvq.layers")}
-        return Embedded(file.get("kvq.fingerprint"), file.get("kvq.codebook"), file.get("kvq.key_bias"), layers,
-                        {name.removeprefix("kvq.calibration."): file.get(name) for name in file.keys if name.startswith("kvq.calibration.")})
+        provenance = {name.removeprefix("kvq.calibration."): file.get(name) for name in file.keys if name.startswith("kvq.calibration.")}
+        return Embedded(file.get("kvq.fingerprint"), file.get("kvq.codebook"), file.get("kvq.key_bias"), layers, provenance, _checked(file, layers))
     except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{file.path} carries damaged kvq data ({error}); run: pykvq embed-rotations --force {file.path}") from error
 
@@ -60,6 +73,19 @@ def decode(file: GgufFile) -> Embedded | None:
 def current(data: Embedded) -> bool:
     """True when the data belong to the codebook of this installation."""
     return data.codebook == CODEBOOK
+
+
+def _checked(file: GgufFile, layers: Mapping[int, Transform]) -> bool:
+    """Whether the file has a checksum. Raises ValueError when it does not match."""
+    values = {name: file.get(name) for name in file.keys if name.startswith(PREFIX)}
+    wanted = values.get(CHECKSUM)
+    if wanted is None:
+        return False
+    if checksum(values) != wanted:
+        raise ValueError("its checksum does not match")
+    if sum(name.endswith(".k.mean") for name in values) != len(layers):      # an array, which the checksum leaves out
+        raise ValueError("kvq.layers does not name the layers that have data")
+    return True
 
 
 def _layer(file: GgufFile, i: int) -> Transform:

@@ -47,9 +47,9 @@ def inspect(out: Output, model: Path, picture: Path | None) -> None:
     rows = {i: summary(t) for i, t in sorted(data.layers.items())}
     cells = [(i, len(data.layers[i].lam), data.layers[i].lam.shape[1], *(f"{row[name]:.3g}" for name, _ in COLUMNS)) for i, row in rows.items()]
     about = [("in", file.path.name), ("fingerprint", data.fingerprint + ("" if fits else ", not of this model")), ("key bias", data.key_bias),
-             *sorted(data.provenance.items())]
+             ("checksum", "right" if data.checked else "none, written by an older pykvq"), *sorted(data.provenance.items())]
     out.data({"model": str(model), "embedded": True, "in": str(file.path), "fits": fits, "current": current(data), "fingerprint": data.fingerprint,
-              "codebook": data.codebook, "key_bias": data.key_bias, "calibration": dict(data.provenance),
+              "codebook": data.codebook, "key_bias": data.key_bias, "checked": data.checked, "calibration": dict(data.provenance),
               "layers": [{"layer": i, "heads_kv": len(data.layers[i].lam), "head_dim": data.layers[i].lam.shape[1], **row,
                           "spectrum": data.layers[i].lam.tolist()} for i, row in rows.items()]},
              table("transforms", ("", ""), about),

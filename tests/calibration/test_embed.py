@@ -65,7 +65,7 @@ def test_layout_is_what_the_contract_says(model, tmp_path):
     assert types.pop("kvq.version") == [U32] and types.pop("kvq.layers") == [ARR, I32]
     assert types.pop("kvq.calibration.tokens") == [U32] and types.pop("kvq.calibration.positions") == [U32]
     assert set(map(tuple, types.values())) == {(STR,)}
-    assert set(types) == {"kvq.fingerprint", "kvq.codebook", "kvq.key_bias", *(f"kvq.calibration.{n}" for n in
+    assert set(types) == {"kvq.fingerprint", "kvq.codebook", "kvq.checksum", "kvq.key_bias", *(f"kvq.calibration.{n}" for n in
                           ("text_hash", "source", "pykvq_version", "llama_cpp_commit")),
                           *(f"kvq.blk.{i}.{n}" for i in (0, 1) for n in ("k.mean", "k.basis", "k.lambda"))}
     assert fields["kvq.layers"].contents() == [0, 1] and fields["kvq.calibration.source"].contents() == "test, ünicode"
@@ -246,6 +246,32 @@ def test_damaged_keys_are_told(model, tmp_path, damage, words):
     out = embed_in(model, encode(some_data()) | damage, tmp_path / "o.gguf")
     with pytest.raises(ValueError, match=words):
         decode(GgufFile(out))
+
+
+def test_any_changed_character_is_noticed(model, tmp_path):
+    """Where every number stays finite and every shape right, too; a file without the checksum is read and says so."""
+    out = embed_in(model, encode(some_data()), tmp_path / "o.gguf")
+    whole, file = out.read_bytes(), GgufFile(out)
+    assert decode(file).checked
+    rng = np.random.default_rng(0)
+    for name, key in file.keys.items():
+        if not name.startswith("kvq."):
+            continue
+        for at in rng.integers(key.start, key.end, 12):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << int(rng.integers(8))
+            (tmp_path / "d.gguf").write_bytes(damaged)
+            try:
+                back = decode(GgufFile(tmp_path / "d.gguf"))
+            except ValueError:                   # ModelFileError too
+                continue
+            # the name of a key that says what follows, or a type that makes the same number
+            assert back is None or not back.checked or encode(back) == encode(decode(file)), f"byte {at - key.start} of {name}"
+    for damage, words in (({"kvq.calibration.tokens": 513}, "checksum does not match"), ({"kvq.layers": [0, 0]}, "kvq.layers does not name")):
+        with pytest.raises(ValueError, match=words):
+            decode(GgufFile(embed_in(model, encode(some_data()) | damage, tmp_path / "o.gguf", force=True)))
+    old = {name: value for name, value in encode(some_data()).items() if name != "kvq.checksum"}
+    assert not decode(GgufFile(embed_in(model, old, tmp_path / "o.gguf", force=True))).checked
 
 
 def test_what_float16_cannot_hold_is_refused():

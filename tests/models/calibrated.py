@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pykvq.calibration.metadata import CHECKSUM, checksum
 from pykvq.fingerprint import fnv1a64
 from pykvq.formats import CODEBOOK
 
@@ -44,6 +45,11 @@ def metadata(model: Path, arrays: dict[str, np.ndarray]) -> dict[str, str | int]
     """All kvq.* keys."""
     keys = {"kvq.version": 1, "kvq.codebook": CODEBOOK, "kvq.fingerprint": model_fingerprint(model), "kvq.key_bias": "none"}
     return {**keys, **{name: base64.b64encode(x.tobytes()).decode() for name, x in arrays.items()}}
+
+
+def sealed(keys: dict[str, str | int]) -> dict[str, str | int]:
+    """With the checksum that the runtime demands where there is one."""
+    return {**keys, CHECKSUM: checksum(keys)}
 
 
 def write_sidecar(model: Path, keys: dict[str, str | int]) -> Path:

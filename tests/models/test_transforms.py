@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from architectures import hybrid, sliding_window, soft_capped
-from calibrated import metadata, random_layers, write_sidecar
+from calibrated import metadata, random_layers, sealed, write_sidecar
+from pykvq.calibration.embed import embed_in
 from pykvq.engine import Context, Model, quiet_log
 
 EXACT = 4e-3                                     # relative, of the logits: rounding of an f16 cache, by the condition of the bases
@@ -264,6 +265,36 @@ def test_bad_data_are_refused_in_one_line(calibrated, name):
         assert "pykvq embed-rotations" in text and "--force" in text and "--kvq off" in text
         for kv_type, kvq in (("turbo3", "off"), ("f16", "auto")):
             Context(model, 256, kv_type, kvq=kvq).close()
+
+
+@pytest.mark.parametrize("where", ["sidecar", "model"])
+@pytest.mark.parametrize("key", ["kvq.blk.1.k.basis", "kvq.blk.0.k.mean", "kvq.blk.1.k.lambda", "kvq.key_bias"])
+def test_a_bit_that_leaves_the_data_plausible(tiny_model, tmp_path, where, key):
+    """Only the checksum tells; without one, as older files are, the same data are taken."""
+    quiet_log()
+    model = tmp_path / "m.gguf"
+    shutil.copy(tiny_model(64), model)
+    keys = metadata(model, random_layers([0, 1], 2, 64))
+    damaged = dict(keys)
+    if key == "kvq.key_bias":
+        damaged[key] = "measured"
+        damaged |= {f"kvq.blk.{i}.k.bias": keys[f"kvq.blk.{i}.k.mean"] for i in (0, 1)}
+    else:
+        changed(key, lambda raw: raw.__setitem__(0, raw[0] ^ 1))(damaged)
+    for seal, values, refused in ((sealed(keys)["kvq.checksum"], damaged, True), (None, damaged, False), (sealed(keys)["kvq.checksum"], keys, False)):
+        values = values | ({"kvq.checksum": seal} if seal else {})
+        if where == "sidecar":
+            path = model
+            write_sidecar(path, values)
+        else:
+            path = embed_in(model, values, tmp_path / "with.gguf", force=True)
+        with Model(path) as loaded:
+            if refused:
+                with pytest.raises(ValueError, match="kvq.checksum of .*: the kvq data are damaged .*; run: pykvq embed-rotations .* --force"):
+                    Context(loaded, 256, "turbo3")
+            else:
+                with Context(loaded, 256, "turbo3") as context:
+                    assert context.info().calibrated
 
 
 def test_a_file_that_is_no_gguf_is_refused(calibrated):
