@@ -29,6 +29,7 @@ class LayerCache:
     n_window: int = 0                # rows of the f16 window, of one stream; 0: none
     bytes_window: int = 0            # its K and V, all streams
     key_bias: str = "none"           # of the model: "none", "kept" in the keys, or "left out" and returned to the logit
+    bias_pairs: int = 0              # pairs of RoPE's frequencies of which it is left out
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class _LayerInfo(ctypes.Structure):                  # struct llama_kvq_layer_in
                 ("head_dim_k", ctypes.c_int32), ("head_dim_v", ctypes.c_int32), ("is_swa", ctypes.c_int32), ("n_cells", ctypes.c_uint32),
                 ("bytes_k", ctypes.c_uint64), ("bytes_v", ctypes.c_uint64), ("bytes_f16", ctypes.c_uint64), ("device", ctypes.c_char * 32),
                 ("transform", ctypes.c_uint32), ("calibrated", ctypes.c_int32), ("key_bias", ctypes.c_int32),
-                ("n_window", ctypes.c_uint32), ("bytes_window", ctypes.c_uint64)]
+                ("bias_pairs", ctypes.c_int32), ("n_window", ctypes.c_uint32), ("bytes_window", ctypes.c_uint64)]
 
 _KEY_BIAS = ("none", "kept", "left out")
 
@@ -103,7 +104,7 @@ def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
     return CacheInfo(tuple(
         LayerCache(r.il, type_name(r.type_k), type_name(r.type_v), r.n_head_kv, r.head_dim_k, r.head_dim_v, bool(r.is_swa), r.n_cells,
                    r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode(), r.transform, bool(r.calibrated),
-                   r.n_window, r.bytes_window, _KEY_BIAS[r.key_bias]) for r in rows))
+                   r.n_window, r.bytes_window, _KEY_BIAS[r.key_bias], r.bias_pairs) for r in rows))
 
 
 @dataclass(frozen=True)

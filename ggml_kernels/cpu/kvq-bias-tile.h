@@ -24,10 +24,10 @@ struct bias_tile {
     float * at;        // [2 * pairs, 16] turned to the first position
     float * turned;    // [width] of a position
     float * logit;     // [ROWS, TILE]
-    int n_fast = 0;    // pairs up to the last fast one
+    int n_fast = 0;    // pairs that carry the bias up to the last fast one
 
     template <typename Arena>
-    bias_tile(const key_bias & bias, Arena & m) : bias(bias), width(bias.width()), pairs(width/2), stride(width + 16) {
+    bias_tile(const key_bias & bias, Arena & m) : bias(bias), width(bias.width()), pairs(bias.pairs), stride(width + 16) {
         const size_t rows = bias ? ROWS : 0;
         query  = m.template take<float>(rows*width);
         here   = m.template take<float>(rows*stride);
@@ -40,18 +40,20 @@ struct bias_tile {
 
     int terms() const { return 2*n_fast + NODES; }
 
-    const float * turn_by(int t) const { return (const float *) ((const char *) bias.trig->data + t*bias.trig->nb[1]); }
+    // cosine and sine of the turn of pair i by t
+    float cosine(int t, int i) const { return ((const float *) ((const char *) bias.trig->data + t*bias.trig->nb[1]))[bias.pair[i]]; }
+    float sine(int t, int i) const { return ((const float *) ((const char *) bias.trig->data + t*bias.trig->nb[1]))[bias.pair[i] + bias.all()]; }
 
     void prepare() {
         for (int i = 0; i < pairs; i++) {
-            if (turn_by(1)[pairs + i] > 0.01f || turn_by(1)[i] < 0.5f) {
+            if (sine(1, i) > 0.01f || cosine(1, i) < 0.5f) {
                 n_fast = i + 1;
             }
         }
         for (int i = 0; i < n_fast; i++) {
             for (int t = 0; t < TILE; t++) {
-                table[i*TILE + t]            = turn_by(t)[i];
-                table[(n_fast + i)*TILE + t] = turn_by(t)[pairs + i];
+                table[i*TILE + t]            = cosine(t, i);
+                table[(n_fast + i)*TILE + t] = sine(t, i);
             }
         }
         for (int n = 0; n < NODES; n++) {
@@ -66,8 +68,8 @@ struct bias_tile {
         memset(nodes, 0, 16*width*sizeof(float));
         for (int i = n_fast; i < pairs; i++) {
             for (int n = 0; n < NODES; n++) {
-                nodes[(2*i)*16 + n]     = turn_by(node[n])[i];
-                nodes[(2*i + 1)*16 + n] = turn_by(node[n])[pairs + i];
+                nodes[(2*i)*16 + n]     = cosine(node[n], i);
+                nodes[(2*i + 1)*16 + n] = sine(node[n], i);
             }
         }
     }

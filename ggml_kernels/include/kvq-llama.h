@@ -6,6 +6,8 @@
 #include "llama.h"
 
 #ifdef __cplusplus
+#include "kvq-bias-pairs.h"
+
 extern "C" {
 #endif
 
@@ -26,6 +28,7 @@ struct llama_kvq_layer_info {
     uint32_t transform;     // hash of what keys go through before they are stored, 0: nothing
     int32_t  calibrated;    // by the model's own data
     int32_t  key_bias;      // 0: none, 1: stored with the keys, 2: left out of the keys and returned to the logit
+    int32_t  bias_pairs;    // pairs of RoPE's frequencies of which it is left out
     uint32_t n_window;      // rows of the f16 window, of one stream; 0: none
     uint64_t bytes_window;  // K and V, all streams
 };
@@ -76,13 +79,15 @@ void kvq_log_cache(const llama_kv_cache & cache);
 void kvq_begin(const llama_context_params & params, const llama_cparams & cparams);
 
 // A key bias b that the stored keys lack. The attention operation adds q . R(j) b to the logit of the token at position j,
-// R(j) being its rotation. Tensors are null when keys are stored as they are.
+// R(j) being its rotation, over the pairs of frequencies in `pairs`; b is zero in the others. Tensors are null when keys are stored
+// as they are.
 struct kvq_key_bias {
     ggml_tensor * q    = nullptr;   // f32 [d, n_head, n_tokens], before any transform
     ggml_tensor * b    = nullptr;   // f32 [d, n_head_kv]
     ggml_tensor * trig = nullptr;   // f32 [n_rot, 256 + n]: cosines, then sines, of positions 0..255 and of multiples of 256
     ggml_tensor * pos  = nullptr;   // i32 [n_kv, n_stream]
     bool interleaved   = false;     // pairs are (0, 1), (2, 3), ...; else (0, n_rot/2), (1, n_rot/2 + 1), ...
+    kvq_pair_set pairs = {};
 };
 
 // Where a batch's keys and values go in the f16 window of a cache, and which of its rows each token sees. Null: no window.
@@ -102,8 +107,8 @@ struct kvq_sources {
 // adds what is there of them to a FLASH_ATTN_EXT node
 void kvq_add_sources(ggml_context * ctx, ggml_tensor * attention, const kvq_sources * sources);
 
-// true when the cache of layer il stores keys without their bias, so that the graph must not add it
-bool kvq_omits_key_bias(const llama_memory_context_i * mctx, int32_t il);
+// What the graph must add of the bias wk_b (may be null) of a layer's keys: all, what the cache does not leave out, or null.
+ggml_tensor * kvq_kept_key_bias(const llama_memory_context_i * mctx, ggml_tensor * wk_b, int32_t il);
 
 // Set in the type of a saved layer's keys where the rows of an f16 window follow the values.
 constexpr int32_t KVQ_STATE_WINDOW = INT32_MIN;

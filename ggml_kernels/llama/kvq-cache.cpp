@@ -89,6 +89,8 @@ void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {
         info.transform  = layer.kvq->hash;
         info.calibrated = layer.kvq->k_in != nullptr;
         info.key_bias   = layer.kvq->bias ? 2 : !hparams.is_mla() && (kvq_model_key_bias(model, layer.il) || model.layers[layer.il].wqkv_b);
+        uint8_t pairs[KVQ_BIAS_PAIRS_MAX];
+        info.bias_pairs = kvq_list_pairs(layer.kvq->pairs, pairs);
         info.n_window     = window ? window->n_rows : 0;
         info.bytes_window = window ? window->bytes(i) : 0;
         out.push_back(info);

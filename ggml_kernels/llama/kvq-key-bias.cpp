@@ -32,7 +32,7 @@ static bool device_supports(const llama_model & model, int32_t il, ggml_type typ
     kvq_sources sources;
     sources.bias = { q, ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head_kv),
         ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, h.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS),
-        ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 256, 1), false };
+        ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 256, 1), false, kvq_first_pairs((int) h.n_rot(il)/2) };
     kvq_add_sources(ctx.get(), attention, &sources);
     return ggml_backend_dev_supports_op(model.dev_layer(il), attention);
 }
@@ -48,6 +48,9 @@ std::string kvq_bias_obstacle(const llama_model & model, const llama_cparams & c
     const bool rope  = model.hparams.rope_type == LLAMA_ROPE_TYPE_NEOX || model.hparams.rope_type == LLAMA_ROPE_TYPE_NORM;
     if (!plain || !rope) {
         return format("the architecture %s is not known for it", model.arch_name().c_str());
+    }
+    if (model.hparams.n_rot(il)/2 > KVQ_BIAS_PAIRS_MAX) {
+        return "its heads are too large";
     }
     if (!cparams.flash_attn) {
         return "it needs flash attention";
@@ -69,6 +72,26 @@ kvq_rope::kvq_rope(const llama_model & model, const llama_cparams & cparams, int
 
 bool kvq_rope::interleaved() const {
     return mode == LLAMA_ROPE_TYPE_NORM;
+}
+
+int kvq_rope::pair_of(int64_t coordinate) const {
+    return coordinate >= n_rot ? -1 : (int) (interleaved() ? coordinate/2 : coordinate % (n_rot/2));
+}
+
+kvq_pair_set kvq_nonzero_pairs(const std::vector<float> & b, int64_t d, const kvq_rope & rope) {
+    kvq_pair_set set = {};
+    for (size_t j = 0; j < b.size(); j++) {
+        const int pair = rope.pair_of(j % d);
+        if (pair >= 0 && b[j] != 0.0f) {
+            set[pair/32] |= 1u << pair % 32;
+        }
+    }
+    return set;
+}
+
+kvq_pair_set kvq_carrying_pairs(const std::vector<float> & b, int64_t d, const kvq_rope & rope) {
+    (void) b; (void) d;
+    return kvq_first_pairs(rope.n_rot/2);
 }
 
 ggml_tensor * kvq_rope::turn(ggml_context * ctx, ggml_tensor * x, ggml_tensor * pos) const {
@@ -114,9 +137,9 @@ std::vector<float> kvq_rope::table() const {
 
 // ---- graph ----
 
-bool kvq_omits_key_bias(const llama_memory_context_i * mctx, int32_t il) {
-    const auto * cache = dynamic_cast<const llama_kv_cache_context *>(mctx);
-    return cache && cache->kvq_omits_key_bias(il);
+ggml_tensor * kvq_kept_key_bias(const llama_memory_context_i * mctx, ggml_tensor * wk_b, int32_t il) {
+    const auto * cache = wk_b ? dynamic_cast<const llama_kv_cache_context *>(mctx) : nullptr;
+    return cache ? cache->kvq_kept_key_bias(wk_b, il) : wk_b;
 }
 
 void kvq_add_sources(ggml_context * ctx, ggml_tensor * attention, const kvq_sources * sources) {
@@ -140,11 +163,13 @@ void kvq_add_sources(ggml_context * ctx, ggml_tensor * attention, const kvq_sour
     attention->src[7] = bias->trig;
     attention->src[8] = bias->pos;
     ((int32_t *) attention->op_params)[8] = bias->interleaved;
+    kvq_set_bias_pairs(attention, bias->pairs);
 }
 
-bool llama_kv_cache::kvq_omits_key_bias(int32_t il) const {
+ggml_tensor * llama_kv_cache::kvq_kept_key_bias(ggml_tensor * wk_b, int32_t il) const {
     const auto it = map_layer_ids.find(il);
-    return it != map_layer_ids.end() && layers[it->second].kvq->bias && !layers[it->second].kvq->subtract;
+    const kvq_layer * t = it != map_layer_ids.end() ? layers[it->second].kvq : nullptr;
+    return t && t->bias && !t->subtract ? t->kept : wk_b;
 }
 
 ggml_tensor * llama_kv_cache::kvq_build_input_pos(ggml_context * ctx, uint32_t n_kv, const slot_info & sinfo) const {
@@ -178,8 +203,8 @@ void llama_kv_cache::kvq_set_input_pos(ggml_tensor * pos, const slot_info & sinf
     }
 }
 
-bool llama_kv_cache_context::kvq_omits_key_bias(int32_t il) const {
-    return kv->kvq_omits_key_bias(il);
+ggml_tensor * llama_kv_cache_context::kvq_kept_key_bias(ggml_tensor * wk_b, int32_t il) const {
+    return kv->kvq_kept_key_bias(wk_b, il);
 }
 
 ggml_tensor * llama_kv_cache_context::kvq_build_input_pos(ggml_context * ctx) const {

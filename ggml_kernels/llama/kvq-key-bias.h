@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ggml.h"
+#include "kvq-bias-pairs.h"
 
 #include <cstdint>
 #include <string>
@@ -32,11 +33,20 @@ struct kvq_rope {
 
     bool interleaved() const;
 
+    // the pair of frequencies of a coordinate of a head, -1 where it does not turn
+    int pair_of(int64_t coordinate) const;
+
     // x [d, heads, n] turned to the positions [n]
     ggml_tensor * turn(ggml_context * ctx, ggml_tensor * x, ggml_tensor * pos) const;
 
     // cosines and sines of kvq_key_bias::trig, computed by ggml
     std::vector<float> table() const;
 };
+
+// pairs in which the bias b [n_head_kv, d] of any head is not zero
+kvq_pair_set kvq_nonzero_pairs(const std::vector<float> & b, int64_t d, const kvq_rope & rope);
+
+// pairs of b that no few bits hold, as far as b alone says it
+kvq_pair_set kvq_carrying_pairs(const std::vector<float> & b, int64_t d, const kvq_rope & rope);
 
 constexpr int64_t KVQ_ROPE_STEP = 256, KVQ_ROPE_STEPS = 4096;   // up to position 2^20

@@ -242,6 +242,17 @@ kvq_layer_data kvq_metadata::layer(uint32_t il, int64_t n_head_kv, int64_t d) co
     if (measured) {
         out.k_bias = read("k.bias", n_head_kv*d, true);
     }
+    const std::vector<uint8_t> pairs = key_bias() == "attn_k.bias" ? bytes(key("k.pairs"), sizeof(out.pairs)) : std::vector<uint8_t>();
+    if (!pairs.empty()) {
+        out.has_pairs = true;
+        memcpy(out.pairs.data(), pairs.data(), pairs.size());
+        hash.add(pairs.data(), pairs.size());
+        for (int i = (int) model.hparams.n_rot(il)/2; i < KVQ_BIAS_PAIRS_MAX; i++) {
+            if (kvq_has_pair(out.pairs, i)) {
+                throw std::runtime_error(complaint(key("k.pairs"), "names a pair that the heads do not have"));
+            }
+        }
+    }
 
     const std::pair<const char *, const std::vector<float> &> parts[] = {
         { "k.mean", out.k_mean }, { "k.basis", out.k_basis }, { "k.lambda", out.k_lambda }, { "k.bias", out.k_bias } };

@@ -1,6 +1,8 @@
 // Calibrated data of a model: the kvq.* metadata of its GGUF or of the sidecar beside it. Keys and shapes: docs/gguf-metadata.md.
 #pragma once
 
+#include "kvq-bias-pairs.h"
+
 #include <cstdint>
 #include <string>
 #include <unordered_map>
@@ -14,6 +16,8 @@ struct kvq_layer_data {
     std::vector<float> k_basis;    // [n_head_kv, d, d], row i of a head: coordinate i
     std::vector<float> k_lambda;   // [n_head_kv, d], descending
     std::vector<float> k_bias;     // [n_head_kv, d], of a measured key bias
+    bool has_pairs = false;
+    kvq_pair_set pairs = {};       // of attn_k.bias that the keys were without
     uint32_t hash = 0;             // of the bytes above
 };
 

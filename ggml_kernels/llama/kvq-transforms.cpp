@@ -195,6 +195,49 @@ static void upload_matrices(const kvq_layer & t, const kvq_layer_data & data, gg
     }
 }
 
+// A key bias in two: what is left out of the keys and returned, and what the graph adds to them still.
+struct key_bias_parts {
+    kvq_pair_set pairs = {};
+    std::vector<float> returned, kept;   // kept is empty where that is nothing
+};
+
+// data: of the layer, null where there are none. A measured bias has only a returned part.
+static key_bias_parts key_bias_of(const llama_model & model, int32_t il, bool measured, const kvq_layer_data * data, const kvq_rope & rope) {
+    key_bias_parts out;
+    const ggml_tensor * own = kvq_model_key_bias(model, il);
+    if (measured ? data->k_bias.empty() : !own) {
+        return out;
+    }
+    const int64_t d = model.hparams.n_embd_head_k(il);
+    std::vector<float> b;
+    if (measured) {
+        b = data->k_bias;
+    } else if (model.hparams.no_alloc) {
+        b.assign(ggml_nelements(own), 1.0f);
+    } else {
+        b = to_host(own);
+    }
+    if (measured) {
+        out.pairs = kvq_nonzero_pairs(b, d, rope);
+    } else if (data && !data->k_basis.empty()) {
+        out.pairs = data->has_pairs ? data->pairs : kvq_first_pairs(rope.n_rot/2);
+    } else {
+        out.pairs = kvq_carrying_pairs(b, d, rope);
+    }
+    out.returned.assign(b.size(), 0.0f);
+    std::vector<float> kept(b.size(), 0.0f);
+    for (size_t j = 0; j < b.size(); j++) {
+        const int pair = rope.pair_of(j % d);
+        // what does not turn shifts all logits of a query alike; it is left out where softmax does not see that
+        const bool leaves = pair < 0 ? !shift_is_seen(model, il) : kvq_has_pair(out.pairs, pair);
+        (leaves ? out.returned : kept)[j] = b[j];
+    }
+    if (!measured && std::any_of(kept.begin(), kept.end(), [](float x) { return x != 0.0f; })) {
+        out.kept = kept;
+    }
+    return out;
+}
+
 void llama_kv_cache::kvq_load() {
     const auto transforms = std::make_shared<kvq_transforms>();
     transforms->layers.resize(layers.size());
@@ -273,6 +316,7 @@ void llama_kv_cache::kvq_load() {
 
     // tensors, one context a buffer type
     std::map<size_t, kvq_layer_data> data;
+    std::map<size_t, key_bias_parts> biases;
     std::map<ggml_backend_buffer_type_t, ggml_context_ptr> contexts;
     for (const size_t i : ours) {
         const uint32_t il = layers[i].il;
@@ -281,7 +325,7 @@ void llama_kv_cache::kvq_load() {
 
         auto & ctx = contexts[ggml_backend_buffer_get_type(layers[i].k->buffer)];
         if (!ctx) {
-            ctx.reset(ggml_init({ (4*layers.size() + 1)*ggml_tensor_overhead(), nullptr, true }));
+            ctx.reset(ggml_init({ (5*layers.size() + 1)*ggml_tensor_overhead(), nullptr, true }));
         }
         if (calibrated) {
             data[i] = metadata.layer(il, n_head, d);
@@ -296,12 +340,20 @@ void llama_kv_cache::kvq_load() {
             throw std::runtime_error(metadata.complaint(format("kvq.blk.%u.k.basis", il), "missing, and cache type oscar2 needs it"));
         }
         t.subtract = left_out == "measured";
-        if (t.subtract ? !data[i].k_bias.empty() : left_out == "attn_k.bias" && kvq_model_key_bias(model, il)) {
-            t.bias  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
-            t.hash ^= 0x9E3779B1u;
-            if (!transforms->trig) {
-                transforms->rope = kvq_rope(model, *g_request.cparams, il);
-                transforms->trig = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, hparams.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS);
+        if (t.subtract || left_out == "attn_k.bias") {
+            const kvq_rope rope(model, *g_request.cparams, il);
+            biases[i] = key_bias_of(model, il, t.subtract, calibrated ? &data[i] : nullptr, rope);
+            t.pairs   = biases[i].pairs;
+            if (t.pairs != kvq_pair_set{}) {
+                t.bias = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head);
+                t.kept = biases[i].kept.empty() ? nullptr : ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, d*n_head);
+                for (const uint32_t word : t.pairs) {
+                    t.hash = (t.hash ^ word)*0x9E3779B1u;
+                }
+                if (!transforms->trig) {
+                    transforms->rope = rope;
+                    transforms->trig = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, hparams.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS);
+                }
             }
         }
     }
@@ -333,14 +385,10 @@ void llama_kv_cache::kvq_load() {
             ggml_backend_tensor_set(t.mean, data[i].k_mean.data(), 0, ggml_nbytes(t.mean));
         }
         if (t.bias) {
-            std::vector<float> b = t.subtract ? data[i].k_bias : to_host(kvq_model_key_bias(model, layers[i].il));
-            for (size_t j = 0; j < b.size(); j++) {
-                // what does not turn shifts all logits of a query alike, and is not returned
-                if (shift_is_seen(model, layers[i].il) && (int64_t) j % t.bias->ne[0] >= transforms->rope.n_rot) {
-                    b[j] = 0.0f;
-                }
-            }
-            ggml_backend_tensor_set(t.bias, b.data(), 0, ggml_nbytes(t.bias));
+            ggml_backend_tensor_set(t.bias, biases[i].returned.data(), 0, ggml_nbytes(t.bias));
+        }
+        if (t.kept) {
+            ggml_backend_tensor_set(t.kept, biases[i].kept.data(), 0, ggml_nbytes(t.kept));
         }
     }
     if (transforms->trig) {
@@ -399,7 +447,7 @@ kvq_key_bias llama_kv_cache::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggm
     kvq_key_bias bias;
     if (t.bias) {
         const int64_t n_kv = pos->ne[0], n_stream = pos->ne[1]/2;
-        bias = { q, t.bias, kvq->trig, ggml_view_2d(ctx, pos, n_kv, n_stream, pos->nb[1], 0), kvq->rope.interleaved() };
+        bias = { q, t.bias, kvq->trig, ggml_view_2d(ctx, pos, n_kv, n_stream, pos->nb[1], 0), kvq->rope.interleaved(), t.pairs };
         if (k && t.subtract) {
             ggml_tensor * of_token = ggml_view_1d(ctx, pos, k->ne[2], n_stream*pos->nb[1]);
             k = ggml_sub(ctx, k, kvq->rope.turn(ctx, ggml_repeat_4d(ctx, t.bias, k->ne[0], k->ne[1], k->ne[2], 1), of_token));

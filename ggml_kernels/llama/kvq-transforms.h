@@ -19,7 +19,9 @@ struct kvq_layer {
     ggml_tensor * mean = nullptr;   // [d, n_head_kv]; null too where softmax would see the constant
     ggml_tensor * k_in = nullptr;   // [d, d, n_head_kv], row j of a head: column j of F~
     ggml_tensor * q_in = nullptr;   // [d, d, n_head_kv], row j of a head: column j of B~^T
-    ggml_tensor * bias = nullptr;   // [d, n_head_kv], left out of the keys
+    ggml_tensor * bias = nullptr;   // [d, n_head_kv], left out of the keys; zero in pairs that are not in `pairs`
+    ggml_tensor * kept = nullptr;   // [d * n_head_kv], the rest of attn_k.bias, which the graph adds; null: nothing
+    kvq_pair_set pairs = {};        // of RoPE's frequencies that bias has
     bool subtract = false;          // the graph's keys have it: measured, no tensor of the model
     uint32_t hash = 0;              // of all this, for saved states; 0: keys are stored as they are
 };

@@ -9,6 +9,7 @@
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "kvq.h"
+#include "kvq-bias-pairs.h"
 
 #include <algorithm>
 #include <chrono>
@@ -243,15 +244,33 @@ struct attention {
     int  n_window = 0;                                  // rows of an f16 window
     bool cache_hidden = false, window_hidden = false;   // in full
     int  n_rot = 0;                                     // values that a key bias turns; 0 without one
+    int  n_pairs = 0;                                   // of frequencies that carry it; 0: all
     bool interleaved = false, in_a_row = true;          // pairs of the bias; positions of the tokens
 };
 
 static std::string text(const attention & p) {
     char s[384];
-    snprintf(s, sizeof(s), "%s/%s d %d/%d kv heads %d gqa %d tokens %d seqs %d n_kv %d window %d%s%s bias %d%s%s%s%s%s%s%s", ggml_type_name(p.tk), ggml_type_name(p.tv), p.dk, p.dv, p.heads_kv,
-        p.gqa, p.tokens, p.seqs, p.n_kv, p.n_window, p.cache_hidden ? " cache hidden" : "", p.window_hidden ? " window hidden" : "", p.n_rot,
+    snprintf(s, sizeof(s), "%s/%s d %d/%d kv heads %d gqa %d tokens %d seqs %d n_kv %d window %d%s%s bias %d%s%s%s%s%s%s%s%s", ggml_type_name(p.tk), ggml_type_name(p.tv), p.dk, p.dv, p.heads_kv,
+        p.gqa, p.tokens, p.seqs, p.n_kv, p.n_window, p.cache_hidden ? " cache hidden" : "", p.window_hidden ? " window hidden" : "", p.n_rot, p.n_pairs ? (" in " + std::to_string(p.n_pairs) + " pairs").c_str() : "",
         p.interleaved ? " interleaved" : "", p.in_a_row ? "" : " scattered", p.mask ? " mask" : "", p.sinks ? " sinks" : "", p.v_is_k ? " V in K" : "", p.softcap != 0 ? " softcap" : "", p.max_bias > 0 ? " alibi" : "");
     return s;
+}
+
+// the pairs that carry the bias: some of them, scattered
+static kvq_pair_set pairs_of(const attention & p) {
+    const int all = p.n_rot/2;
+    if (p.n_pairs == 0) {
+        return kvq_first_pairs(all);
+    }
+    kvq_pair_set set = {};
+    for (int i = 0; i < p.n_pairs; ++i) {
+        int pair = (5*i*i + 11*i + p.n_kv) % all;
+        while (kvq_has_pair(set, pair)) {
+            pair = (pair + 1) % all;
+        }
+        set[pair/32] |= 1u << pair % 32;
+    }
+    return set;
 }
 
 struct attention_data { bytes q, k, v, mask, sinks, k16, v16, mask16, bias_q, bias, trig, pos; };
@@ -274,6 +293,13 @@ static void make_parts(const attention & p, attention_data & d) {
     if (p.n_rot) {
         d.bias_q = gaussian(size_t(p.dk)*p.heads_kv*p.gqa*p.tokens*p.seqs, 1.0f);
         d.bias   = gaussian(size_t(p.dk)*p.heads_kv, 2.0f);
+        const kvq_pair_set pairs = pairs_of(p);
+        for (int i = 0; i < p.dk*p.heads_kv; ++i) {
+            const int c = i % p.dk;
+            if (c < p.n_rot && !kvq_has_pair(pairs, p.interleaved ? c/2 : c % (p.n_rot/2))) {
+                ((float *) d.bias.data())[i] = 0.0f;
+            }
+        }
         d.trig.resize(size_t(4)*p.n_rot*(256 + TRIG_STEPS));
         for (int r = 0; r < 256 + TRIG_STEPS; ++r) {
             for (int i = 0; i < p.n_rot/2; ++i) {
@@ -344,6 +370,7 @@ static ggml_tensor * build_attention(const attention & p, const attention_data &
         out->src[7] = b.input(GGML_TYPE_F32, { p.n_rot, 256 + TRIG_STEPS }, d.trig);
         out->src[8] = b.input(GGML_TYPE_I32, { p.n_kv + p.n_window, p.seqs }, d.pos);
         ((int32_t *) out->op_params)[8] = p.interleaved;
+        kvq_set_bias_pairs(out, pairs_of(p));
     }
     return out;
 }
@@ -558,8 +585,8 @@ static void check_windows(const bool quick) {
 }
 
 static void check_biases(const bool quick) {
-    auto B = [](attention p, const int n_rot, const int n_window) {
-        p.n_rot = n_rot; p.n_window = n_window;
+    auto B = [](attention p, const int n_rot, const int n_window, const int n_pairs = 0) {
+        p.n_rot = n_rot; p.n_window = n_window; p.n_pairs = n_pairs;
         check_attention(p);
         p.in_a_row = false;
         p.interleaved = true;
@@ -569,6 +596,9 @@ static void check_biases(const bool quick) {
         B(P(2, 2, 128, 8, 4, 1, 1, 256), 128, 64);
         B(P(3, 3, 64, 2, 7, 1, 1, 200), 64, 0);
         B(P(OSCAR2, 2, 128, 2, 6, 40, 1, 133), 128, 64);
+        B(P(3, 3, 64, 2, 7, 1, 1, 200), 64, 64, 16);
+        B(P(2, 2, 128, 2, 6, 1, 1, 256), 128, 0, 8);
+        B(P(4, 4, 128, 2, 6, 40, 1, 133), 128, 64, 24);
         return;
     }
     // the shapes of Qwen2: 0.5B, 1.5B, 7B, 72B
@@ -586,9 +616,18 @@ static void check_biases(const bool quick) {
     }
     for (const int d : { 64, 80, 96, 112, 128, 192, 256, 512 }) {
         for (const int tokens : { 1, 3, 40 }) {
-            B(P(3, 3, d, 2, 2, tokens, 2, 261), d,   64);
+            B(P(3, 3, d, 2, 2, tokens, 2, 261), std::min(d, 256), 64);
             B(P(OSCAR2, 2, d, 2, 3, tokens, 1, 261), d/2, 64);
             B(P(2, 16, d, 2, 2, tokens, 1, 261), 24, 64);
+        }
+    }
+    // some of the pairs
+    for (const int d : { 64, 96, 128, 256 }) {
+        for (const int tokens : { 1, 2, 8, 40 }) {
+            for (const int n_pairs : { 1, 3, 8, 16, 24, 32 }) {
+                B(P(3, 3, d, 2, d == 64 ? 7 : 6, tokens, 1, 777), d, n_pairs % 16 ? 0 : 128, n_pairs);
+                B(P(OSCAR2, 2, d, 2, 4, tokens, 2, 320), d, 64, n_pairs);
+            }
         }
     }
     for (const int tokens : { 1, 5, 50 }) {

@@ -115,6 +115,7 @@ class Ggml:
                 for i, source in enumerate(sources, 5):
                     node.src[i] = ctypes.cast(source, ctypes.POINTER(Tensor))
                 node.op_params[8] = key_bias.interleaved
+                node.op_params[9:13] = key_bias.pair_bits()
             if window is not None:
                 node = ctypes.cast(out, ctypes.POINTER(Tensor)).contents
                 sources = (tensor(self.window_type(k_type), (dk, n_ring, kv_heads, 1), window.k),
@@ -153,6 +154,13 @@ class KeyBias:
     n_rot: int
     interleaved: bool = False
     steps: int = 64
+    pairs: np.ndarray | None = None      # that carry it, ascending; None: all. What b holds for the others is not read
+
+    def pair_bits(self):
+        """Four int32, a bit a pair."""
+        bits = np.zeros(128, bool)
+        bits[np.arange(self.n_rot//2) if self.pairs is None else self.pairs] = True
+        return np.packbits(bits, bitorder="little").view(np.int32).tolist()
 
     def angles(self, position):
         return np.multiply.outer(position, 10000.0**(-np.arange(self.n_rot//2)/(self.n_rot//2)))
@@ -164,9 +172,9 @@ class KeyBias:
 
     def turned(self):
         """R(j) b of every token, without the values that do not turn; float64 [kv heads, n_kv, d]."""
-        i = np.arange(self.n_rot//2)
+        i = np.arange(self.n_rot//2) if self.pairs is None else self.pairs
         x, y = (2*i, 2*i + 1) if self.interleaved else (i, i + self.n_rot//2)
-        a, b = self.angles(self.position), self.b.astype(np.float64)[:, None, :]
+        a, b = self.angles(self.position)[:, i], self.b.astype(np.float64)[:, None, :]
         out = np.zeros((len(self.b), len(self.position), self.b.shape[1]))
         out[..., x] = b[..., x]*np.cos(a) - b[..., y]*np.sin(a)
         out[..., y] = b[..., x]*np.sin(a) + b[..., y]*np.cos(a)

@@ -130,10 +130,10 @@ def check(ggml, k_name, v_name, dk, dv=None, kv_heads=2, group=3, tokens=1, n_kv
         window = Window(k16, v16, m16)
     bias = None
     if key_bias is not None:
-        n_rot, interleaved = key_bias
+        n_rot, interleaved, *few = key_bias
         bias = KeyBias(rng.standard_normal(q.shape).astype(np.float32), 3*rng.standard_normal((kv_heads, dk)).astype(np.float32),
                        np.where(rng.random(n_kv + n_ring) < 0.1, rng.integers(16000, size=n_kv + n_ring), np.arange(n_kv + n_ring) + 9000)
-                       .astype(np.int32), n_rot, interleaved)
+                       .astype(np.int32), n_rot, interleaved, pairs=np.sort(rng.permutation(n_rot//2)[:few[0]]) if few else None)
     options = dict(mask=m, sinks=s, max_bias=max_bias, softcap=softcap, key_bias=bias)
 
     whole = dict(options) if window is None else dict(options, mask=np.concatenate([m, m16], 1))
@@ -205,6 +205,14 @@ def test_attention_options(ggml, k, v, options):
 def test_attention_with_a_key_bias_left_out(ggml, rotated, interleaved, tokens, group):
     for k, v in (("turbo3", "turbo3"), ("turbo4", "f16")):
         check(ggml, k, v, 64, group=group, tokens=tokens, n_kv=300, mask="window", key_bias=(rotated, interleaved))
+
+
+@pytest.mark.parametrize("pairs", (1, 7, 8, 16, 24))
+@pytest.mark.parametrize("tokens, group", ((1, 7), (40, 4)))
+def test_attention_with_a_key_bias_of_some_pairs(ggml, tokens, group, pairs):
+    check(ggml, "turbo3", "turbo3", 64, group=group, tokens=tokens, n_kv=300, mask="window", key_bias=(64, False, pairs))
+    check(ggml, "turbo4", "turbo2", 128, group=group, tokens=tokens, n_kv=300, mask="causal", key_bias=(96, True, pairs))
+    check(ggml, "oscar2", "turbo2", 256, group=2, tokens=tokens, n_kv=100, key_bias=(256, False, pairs), n_ring=70)
 
 
 @pytest.mark.parametrize("k, v", PAIRS)
