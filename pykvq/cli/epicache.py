@@ -41,15 +41,15 @@ def inspect(out: Output, path: Path, conversation: str | None, picture: Path | N
         plot(memory, chosen.id[:8], picture)
         out.note(f"drawn to {picture}")
     rows = [] if memory is None else [
-        {"episode": i, "segments": int((memory.label == i).sum()), "cells": len(e.cache.state.positions), "bytes": e.cache.state.bytes,
-         "tokens_read": e.cache.end, "about": next(s.text for s, label in zip(memory.segments, memory.label) if label == i)}
+        {"episode": i, "segments": int((memory.label == i).sum()), "tokens": memory.size(i), "cells": len(e.cache.state.positions) if e.cache else memory.size(i),
+         "bytes": e.cache.state.bytes if e.cache else memory.archive.bytes * memory.size(i) // memory.archive.end, "about": next(s.text for s, label in zip(memory.segments, memory.label) if label == i)}
         for i, e in enumerate(memory.episodes)]
     timeline = [] if memory is None else memory.label.tolist()
-    tables = [table("conversations", ("id", ">messages", ">episodes", ">on disk", "last used"),
-                    [(e.id, e.messages, e.episodes, mebibytes(e.bytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used))) for e in entries])]
+    tables = [table("conversations", ("id", ">messages", ">files", ">on disk", "last used"),
+                    [(e.id, e.messages, e.files, mebibytes(e.bytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used))) for e in entries])]
     if rows:
-        tables.append(table(f"\nepisodes of {chosen.id}", (">episode", ">segments", ">cells", ">cache", ">tokens read", "begins"),
-                            [(r["episode"], r["segments"], r["cells"], mebibytes(r["bytes"]), r["tokens_read"], " ".join(r["about"].split())[:60]) for r in rows]))
+        tables.append(table(f"\nepisodes of {chosen.id}", (">episode", ">segments", ">tokens", ">kept", ">on disk", "begins"),
+                            [(r["episode"], r["segments"], r["tokens"], r["cells"], mebibytes(r["bytes"]), " ".join(r["about"].split())[:60]) for r in rows]))
         tables.append(table("\ntimeline", ("",), [("".join(map(str, timeline)),)]))
     out.data({"path": str(path), "conversations": [vars(e) for e in entries], "conversation": chosen.id if chosen else None, "episodes": rows,
               "timeline": timeline}, *tables)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pykvq.engine import Context
+from pykvq.epicache.archive import Archive, latest
 from pykvq.epicache.importance import state_scores
-from pykvq.epicache.queries import QueryCapture
+from pykvq.epicache.queries import LayerQueries, QueryCapture
 from pykvq.epicache.select import select
 from pykvq.epicache.state import SequenceState
 
@@ -81,6 +82,34 @@ class Builder:
             part = tokens[cache.end:cache.end + self.plan.block]
             self._decode(part, cache.end)
             cache = self._grown(cache, len(part))
+
+    def read(self, archive: Archive, tokens: Sequence[int], pinned: int) -> Archive:
+        """`archive` with the rows of all of `tokens`, the whole history, from archive.end on: blocks that see the first `pinned` tokens and the
+        last ones inside the budget."""
+        end, recent = archive.end, max(0, self.plan.budget - pinned)
+        if end == len(tokens):
+            return archive
+        if end:
+            self.restore(archive.rows(np.array([*range(min(pinned, end)), *range(max(min(pinned, end), end - recent), end)])))
+        else:
+            self.context.clear()
+        read = []
+        while end < len(tokens):
+            part = tokens[end:end + self.plan.block]
+            self._decode(part, end)
+            end += len(part)
+            read.append(latest(SequenceState.parse(self.context.save(0, bare=True)), len(part)))
+            self.context.remove(0, pinned, max(pinned, end - recent))
+        return archive.grown(read, self.plan.block)
+
+    def look(self, state: SequenceState, tail: Sequence[int], question: Sequence[int]) -> dict[int, LayerQueries]:
+        """The queries of a question that stands behind `state` and `tail`."""
+        start = int(state.positions.max()) + 1
+        self.restore(state)
+        self._decode(tail, start)
+        with self.capture.capture() as queries:
+            self._decode(question, start + len(tail))
+        return queries
 
     def restore(self, state: SequenceState) -> None:
         """Load a state as sequence 0 and see that it is there. Raises ValueError when llama.cpp refuses it, RuntimeError when it does not arrive."""

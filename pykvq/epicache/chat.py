@@ -14,6 +14,7 @@ from pykvq.epicache.identity import identity
 from pykvq.epicache.memory import INSTRUCTION, Keeper, Memory, Settings
 from pykvq.epicache.messages import Message, Renderer, message
 from pykvq.epicache.queries import QueryCapture
+from pykvq.epicache.recall import Asked
 from pykvq.epicache.sampling import Sampler
 from pykvq.epicache.segment import Utterance
 
@@ -22,10 +23,11 @@ _ONLY = "conversation"                    # id of the one that save() writes
 
 @dataclass
 class Turn:
-    """How one answer came about. evaluated: prompt tokens that were run; reused: cells of the cache they found; restored: a saved state was
-    loaded for it, and evaluated counts only what it lacked; episodes: read for the question, empty while the history fits; rebuilt: episodes
-    that were (re)built before; answer: tokens written; finish: "stop" or "length"."""
+    """How one answer came about. evaluated: prompt tokens that were run; looked: run before, to see which cells the question needs; reused: cells of
+    the cache they found; restored: saved rows were loaded for it, and evaluated counts only what they lacked; episodes: read for the question, empty
+    while the history fits; rebuilt: episodes that got news before; answer: tokens written; finish: "stop" or "length"."""
     evaluated: int = 0
+    looked: int = 0
     reused: int = 0
     restored: bool = False
     episodes: tuple[int, ...] = ()
@@ -76,7 +78,9 @@ class EpiCache:
         self.conversation = Conversation()
         self.last = Turn()
         self.lock = threading.Lock()
-        self._base: object = None                # what the first cells hold, by identity of the caches; None: nothing known
+        self._base: object = None                # what the first cells hold, by identity of rows and the question; None: nothing known
+        self._cells = 0                          # how many of these there are
+        self._read: tuple[int, ...] = ()         # episodes that they are from
         self._live: list[int] = []               # tokens behind them
         self._start = 0                          # position of the first of those
 
@@ -110,7 +114,7 @@ class EpiCache:
     def identity(self) -> dict[str, object]:
         """What saved caches of this model, cache type, budget and encoder are checked against."""
         plan = self.builder.plan
-        return identity(self.context, self.encoder_name, list(plan.layers or [plan.budget]))
+        return identity(self.context, self.encoder_name, list(plan.layers or [plan.budget]), self.keeper.settings.recall)
 
     def save(self, path: str | Path) -> None:
         """Save the conversation into a folder. Raises OSError, ValueError when another process uses it."""
@@ -181,16 +185,25 @@ class EpiCache:
         lengths = [len(u.tokens) for u in utterances]
         if not now.memory and len(prefix) + sum(lengths) <= self.budget:
             return self._evaluate(None, 0, [*prefix, *(t for u in utterances for t in u.tokens), *question], turn)
-        if not now.memory or sum(lengths[now.memory.built:]) > self.block:
+        if not now.memory or self._due(lengths[now.memory.built:]):
             self._base = None                    # building uses the same cells
             now.memory, turn.rebuilt = self.keeper.update(now.memory or Memory(prefix), utterances[:self._settled(lengths)])
         memory = now.memory
-        chosen, weights = self.keeper.match(memory, text)
-        turn.episodes = tuple(chosen)
         tail = [t for u in utterances[memory.built:] for t in u.tokens]
         end = len(memory.tokens(utterances[:memory.built]))
+        if self.keeper.settings.recall == "question":
+            turn.looked = len(tail) + len(question)
+            return self._evaluate(((memory.archive,), (text, *tail)), end, [*tail, *question], turn,
+                                  lambda: self.keeper.lookup(memory, text, Asked(tail, question)))
+        chosen, weights = self.keeper.match(memory, text)
         caches = tuple(memory.episodes[e].cache for e in chosen)
-        return self._evaluate((caches, tuple(weights)), end, [*tail, *question], turn, lambda: self.keeper.recall(memory, chosen, weights, end))
+        return self._evaluate((caches, tuple(weights)), end, [*tail, *question], turn, lambda: (chosen, self.keeper.recall(memory, chosen, weights, end).state))
+
+    def _due(self, lengths: list[int]) -> bool:
+        """Whether the memory takes up what came since: an archive as soon as it is a segment, since it only reads on; caches when it outgrows a block."""
+        if sum(lengths) > self.block:
+            return True
+        return self.keeper.settings.recall == "question" and len(lengths) - 2 >= self.keeper.settings.width
 
     def _settled(self, lengths: list[int]) -> int:
         """How many utterances go into the episodes: all but the last two, unless those are longer than a block."""
@@ -203,25 +216,24 @@ class EpiCache:
         """Logits behind base and tokens; what the cache already holds of them is not run again."""
         if self._base is None or not _same(self._base[0], base):
             self.context.clear()
-            self._base, self._live, self._start = None, [], start
+            self._base, self._live, self._start, self._read, self._cells = None, [], start, (), start
             if base is not None:
-                self.builder.restore(recall().state)
-                turn.restored = True
+                episodes, state = recall()
+                self.builder.restore(state)
+                self._read, self._cells, turn.restored = tuple(episodes), len(state.positions), True
             self._base = (base,)
+        elif base is not None:
+            turn.looked = 0
         known = 0
         while known < min(len(self._live), len(tokens) - 1) and self._live[known] == tokens[known]:
             known += 1
         if known < len(self._live):
             self.context.remove(0, start + known)
         self._live = tokens[:known]
-        turn.reused = start + known if base is None else self._cells(base) + known
-        turn.evaluated = len(tokens) - known
+        turn.episodes, turn.reused, turn.evaluated = self._read, self._cells + known, len(tokens) - known
         logits = self.context.decode(tokens[known:], start + known)[-1]
         self._live = list(tokens)
         return logits
-
-    def _cells(self, base) -> int:
-        return min(self.builder.cells, max(len(c.state.positions) for c in base[0]))
 
     def _generate(self, logits, most: int, sampler: Sampler, stop: Sequence[str], turn: Turn) -> Iterator[str]:
         """Yield pieces of the answer, return all of it. Text that may be the start of a stop text is held back."""

@@ -1,4 +1,4 @@
-"""A memory as files: one of what was clustered, one per episode, each with a sidecar that says what it belongs to."""
+"""A memory as files: one of what was clustered, one per chunk of rows or cache of an episode, each with a sidecar that says what it belongs to."""
 from __future__ import annotations
 
 import hashlib
@@ -6,11 +6,13 @@ import io
 import json
 import os
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from pykvq.epicache.archive import Archive, Chunk
 from pykvq.epicache.build import Compressed
 from pykvq.epicache.identity import mismatch
 from pykvq.epicache.memory import Episode, Memory
@@ -58,32 +60,47 @@ def read(folder: Path, saved: Saved, identity: dict | None) -> dict[str, np.ndar
 
 
 def memory_arrays(memory: Memory) -> dict[str, np.ndarray]:
-    """All of a memory but the caches."""
-    meta = {"prefix": memory.prefix, "segments": [[s.first, s.last, s.text] for s in memory.segments], "built": memory.built,
-            "clustered": memory.clustered, "version": memory.version,
-            "versions": [e.version for e in memory.episodes]}
+    """All of a memory but the rows."""
+    meta = {"prefix": memory.prefix, "segments": [[s.first, s.last, s.text] for s in memory.segments], "spans": memory.spans, "built": memory.built,
+            "clustered": memory.clustered, "version": memory.version, "archive": bool(memory.archive.chunks),
+            "versions": [part.version for part in parts(memory)]}
     return {"meta": np.array(json.dumps(meta)), "vectors": memory.vectors, "label": memory.label,
             "centroids": np.stack([e.centroid for e in memory.episodes])}
 
 
-def episode_arrays(episode: Episode) -> dict[str, np.ndarray]:
-    """The cache of an episode; layers of one number of KV heads, or of several, as lists of arrays."""
-    c = episode.cache
+def parts(memory: Memory) -> Sequence[Chunk | Episode]:
+    """What has a file of its own: the chunks of an archive, or the episodes."""
+    return memory.archive.chunks or memory.episodes
+
+
+def part_arrays(part: Chunk | Episode) -> dict[str, np.ndarray]:
+    """Rows, and for the cache of an episode what each head keeps; layers of one number of KV heads, or of several, as lists of arrays."""
+    if isinstance(part, Chunk):
+        return {"state": np.frombuffer(part.state.to_bytes(), np.uint8)}
+    c = part.cache
     return {"state": np.frombuffer(c.state.to_bytes(), np.uint8), "at": np.array([c.end, c.pinned]),
             **{f"tokens.{i}": t.astype(np.int32) for i, t in enumerate(c.tokens)}, **{f"scores.{i}": s for i, s in enumerate(c.scores)}}
 
 
-def restored(arrays: dict[str, np.ndarray], episodes: list[dict[str, np.ndarray]]) -> Memory:
-    """The memory of memory_arrays() and episode_arrays()."""
-    meta = json.loads(str(arrays["meta"]))
+def part_count(arrays: dict[str, np.ndarray]) -> int:
+    """How many parts the memory of memory_arrays() has."""
+    return len(json.loads(str(arrays["meta"]))["versions"])
 
-    def cache(e: dict[str, np.ndarray]) -> Compressed:
+
+def restored(arrays: dict[str, np.ndarray], saved: list[dict[str, np.ndarray]]) -> Memory:
+    """The memory of memory_arrays() and part_arrays()."""
+    meta = json.loads(str(arrays["meta"]))
+    states = [SequenceState.parse(a["state"].tobytes()) for a in saved]
+
+    def cache(state: SequenceState, e: dict[str, np.ndarray]) -> Compressed:
         layers = range(sum(name.startswith("tokens.") for name in e))
-        return Compressed(SequenceState.parse(e["state"].tobytes()), tuple(e[f"tokens.{i}"] for i in layers),
-                          tuple(e[f"scores.{i}"] for i in layers), *map(int, e["at"]))
-    return Memory(meta["prefix"], [Segment(*s) for s in meta["segments"]], arrays["vectors"], arrays["label"],
-                  [Episode(c, cache(e), v) for c, e, v in zip(arrays["centroids"], episodes, meta["versions"])], meta["built"], meta["clustered"],
-                  meta["version"])
+        return Compressed(state, tuple(e[f"tokens.{i}"] for i in layers), tuple(e[f"scores.{i}"] for i in layers), *map(int, e["at"]))
+    if meta["archive"]:
+        archive, episodes = Archive(tuple(map(Chunk, states, meta["versions"]))), [Episode(c, None, "") for c in arrays["centroids"]]
+    else:
+        archive, episodes = Archive(), [Episode(c, cache(*pair), v) for c, pair, v in zip(arrays["centroids"], zip(states, saved), meta["versions"])]
+    return Memory(meta["prefix"], [Segment(*s) for s in meta["segments"]], arrays["vectors"], arrays["label"], episodes, meta["built"],
+                  meta["clustered"], meta["version"], archive, [tuple(span) for span in meta["spans"]])
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -10,13 +10,14 @@ from pykvq.engine import Context
 from pykvq.gguf_file import GgufFile
 from pykvq.native import llama_commit
 
-FORMAT = 1                                # of the saved files
+FORMAT = 2                                # of the saved files
 _WORDS = {"format": "another file format", "model": "another model file", "fingerprint": "another model", "types": "another cache type",
           "transforms": "other calibrated transforms", "window": "another f16 window", "key_bias": "another treatment of the key bias", "llama_cpp": "another llama.cpp",
-          "pykvq": "another version of pykvq", "encoder": "another encoder", "budget": "another budget"}
+          "pykvq": "another version of pykvq", "encoder": "another encoder",
+          "budget": "another budget", "recall": "another kind of recall"}
 
 
-def identity(context: Context, encoder: str, budget: list[int]) -> dict[str, object]:
+def identity(context: Context, encoder: str, budget: list[int], recall: str) -> dict[str, object]:
     """Of what a context saves. model: hash of the GGUF's metadata, tokenizer included, and of its list of tensors and their types."""
     path = Path(context.model.header.path)
     file = GgufFile(path)
@@ -25,7 +26,7 @@ def identity(context: Context, encoder: str, budget: list[int]) -> dict[str, obj
     layers = list(context.info())
     return {"format": FORMAT, "model": f"{head}:{file.size}", "fingerprint": fingerprint(path), "types": [[x.type_k, x.type_v] for x in layers],
             "transforms": [x.transform for x in layers], "window": [x.n_window for x in layers], "key_bias": sorted({x.key_bias for x in layers}), "llama_cpp": llama_commit(),
-            "pykvq": pykvq.__version__, "encoder": encoder, "budget": budget}
+            "pykvq": pykvq.__version__, "encoder": encoder, "budget": budget, "recall": recall}
 
 
 def mismatch(saved: dict[str, object], now: dict[str, object]) -> str | None:

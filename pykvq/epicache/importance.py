@@ -1,11 +1,13 @@
 """How much the prompt of an episode attends to each cached token, per layer and KV head."""
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
 from pykvq.epicache.queries import LayerQueries
 from pykvq.epicache.rows import values
-from pykvq.epicache.state import SequenceState
+from pykvq.epicache.state import Rows, SequenceState
 
 
 def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -31,9 +33,9 @@ def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndar
 
 def state_scores(queries: dict[int, LayerQueries], layers: list[int], heads_kv: list[int], state: SequenceState) -> list[np.ndarray]:
     """attention_scores of every cached layer, on the keys as the cache holds them. Raises ValueError for a layer nothing attended to."""
-    out = []
-    for layer, heads, rows in zip(layers, heads_kv, state.keys):
+    def scores(layer: int, heads: int, rows: Rows) -> np.ndarray:
         if layer not in queries:
             raise ValueError(f"no attention read the cache of layer {layer}")
-        out.append(attention_scores(queries[layer], values(rows.heads(heads), rows.ggml_type), state.positions))
-    return out
+        return attention_scores(queries[layer], values(rows.heads(heads), rows.ggml_type), state.positions)
+    with ThreadPoolExecutor() as pool:                   # a question waits for it, and numpy leaves the lock alone
+        return list(pool.map(scores, layers, heads_kv, state.keys))

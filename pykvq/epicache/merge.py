@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from pykvq.epicache.archive import joined
 from pykvq.epicache.build import Compressed, Plan, gathered
 from pykvq.epicache.select import select
-from pykvq.epicache.state import Rows, SequenceState
 
 
 def merged(caches: Sequence[Compressed], weights: Sequence[float], plan: Plan, end: int) -> Compressed:
@@ -36,15 +36,8 @@ def _chosen(caches: Sequence[Compressed], weights: Sequence[float], plan: Plan) 
             parts.append(np.where(repeated | (tokens < 0), -np.inf, score))
             seen = np.concatenate([seen, tokens], 1)
         scores.append(np.concatenate(parts, 1))
-    joined = Compressed(_joined([c.state for c in caches]), tuple(np.concatenate(t, 1) for t in zip(*(c.tokens for c in caches))),
+    whole = Compressed(joined([c.state for c in caches]), tuple(np.concatenate(t, 1) for t in zip(*(c.tokens for c in caches))),
                         tuple(np.concatenate(s, 1) for s in zip(*(c.scores for c in caches))), end, pinned)
     budgets = plan.layers or [min(plan.budget, scores[0].shape[1])] * len(scores)
     chosen = select(scores, np.zeros(scores[0].shape[1], bool), budgets, plan.shared)
-    return gathered(joined, joined.state, chosen, plan.shared)
-
-
-def _joined(states: Sequence[SequenceState]) -> SequenceState:
-    def rows(parts: Sequence[Rows]) -> Rows:
-        return Rows(parts[0].type, np.concatenate([part.data for part in parts]))
-    return SequenceState(np.concatenate([s.positions for s in states]), tuple(map(rows, zip(*(s.keys for s in states)))),
-                         tuple(map(rows, zip(*(s.values for s in states)))))
+    return gathered(whole, whole.state, chosen, plan.shared)

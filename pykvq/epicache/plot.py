@@ -1,4 +1,4 @@
-"""pykvq epicache inspect --plot: when each episode was talked about, and which tokens its cache keeps."""
+"""pykvq epicache inspect --plot: when each episode was talked about, and which tokens are kept for it."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,10 +19,20 @@ def plot(memory: Memory, title: str, path: Path) -> None:
     for segment, label in zip(memory.segments, memory.label):
         left.barh(label, segment.last - segment.first, left=segment.first, height=0.6, color=f"C{label}")
     left.set(xlabel="utterance", ylabel="episode", title=f"{title}: episodes", yticks=range(len(memory.episodes)))
-    for e, episode in enumerate(memory.episodes):
-        at = np.concatenate([layer.ravel() for layer in episode.cache.tokens])
-        heads = sum(len(layer) for layer in episode.cache.tokens)
-        share = np.bincount(at[at >= 0], minlength=episode.cache.end) / heads
+    for e in range(len(memory.episodes)):
+        share = _share(memory, e)
         right.fill_between(np.arange(len(share)), e, e + 0.9 * share, color=f"C{e}", lw=0, step="mid")
     right.set(xlabel="token of the history", title="share of the layers and heads that keep it", yticks=range(len(memory.episodes)))
     figure.savefig(path, dpi=120)
+
+
+def _share(memory: Memory, e: int) -> np.ndarray:
+    """Of each token of the history, how many of the layers and heads keep it for the episode; of an archive, all or none."""
+    cache = memory.episodes[e].cache
+    if cache is None:
+        share = np.zeros(memory.archive.end)
+        for (start, end), label in zip(memory.spans, memory.label):
+            share[start:end] += label == e
+        return share.clip(0, 1)
+    at = np.concatenate([layer.ravel() for layer in cache.tokens])
+    return np.bincount(at[at >= 0], minlength=cache.end) / sum(len(layer) for layer in cache.tokens)

@@ -31,17 +31,17 @@ CREATE TABLE IF NOT EXISTS files(conversation TEXT, number INTEGER, version TEXT
                                  PRIMARY KEY(conversation, number));
 CREATE TABLE IF NOT EXISTS prefixes(hash TEXT, conversation TEXT, messages INTEGER, PRIMARY KEY(hash, conversation));
 """
-_INDEX, _LOCK, _MEMORY = "index.sqlite", ".lock", -1        # _MEMORY: number of the file that is no episode's
+_INDEX, _LOCK, _MEMORY = "index.sqlite", ".lock", -1        # _MEMORY: number of the file that holds no rows
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One conversation of the index. created, used: seconds since 1970; bytes: of its cache files."""
+    """One conversation of the index. created, used: seconds since 1970; files: of rows, 0 while it has none; bytes: of all its files."""
     id: str
     created: float
     used: float
     messages: int
-    episodes: int
+    files: int
     bytes: int
 
 
@@ -164,7 +164,7 @@ class Store:
     def _read(self, id: str, saved: dict[int, Saved], identity: dict | None) -> Memory:
         arrays = files.read(self.root / id, saved[_MEMORY], identity)
         try:
-            return files.restored(arrays, [files.read(self.root / id, saved[e], identity) for e in range(len(arrays["centroids"]))])
+            return files.restored(arrays, [files.read(self.root / id, saved[part], identity) for part in range(files.part_count(arrays))])
         except (KeyError, ValueError) as error:
             raise Unusable(str(error)) from error
 
@@ -172,7 +172,8 @@ class Store:
         with self._lock:
             known = dict(self._db.execute("SELECT number, version FROM files WHERE conversation=?", (id,)).fetchall())
             before = self._files(id)
-        wanted = {_MEMORY: memory.version, **{e: episode.version for e, episode in enumerate(memory.episodes)}}
+        parts = files.parts(memory)
+        wanted = {_MEMORY: memory.version, **{n: part.version for n, part in enumerate(parts)}}
         if wanted == known:
             return
         folder = self.root / id
@@ -180,12 +181,12 @@ class Store:
         written = {}
         for number, version in wanted.items():
             if known.get(number) != version:
-                name = f"{'memory' if number == _MEMORY else f'episode{number}'}-{uuid.uuid4().hex[:12]}.npz"
-                arrays = files.memory_arrays(memory) if number == _MEMORY else files.episode_arrays(memory.episodes[number])
+                name = f"{'memory' if number == _MEMORY else f'part{number}'}-{uuid.uuid4().hex[:12]}.npz"
+                arrays = files.memory_arrays(memory) if number == _MEMORY else files.part_arrays(parts[number])
                 written[number] = (version, files.write(folder, name, arrays, identity))
         files.flush(folder)
         with self._transaction():
-            self._db.execute(f"DELETE FROM files WHERE conversation=? AND number>={len(memory.episodes)}", (id,))
+            self._db.execute(f"DELETE FROM files WHERE conversation=? AND number>={len(parts)}", (id,))
             self._db.executemany("INSERT OR REPLACE INTO files VALUES(?, ?, ?, ?, ?, ?)",
                                  [(id, number, version, s.name, s.bytes, s.sha256) for number, (version, s) in written.items()])
         kept = {s.name for s in self._files(id).values()}

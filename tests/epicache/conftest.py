@@ -1,7 +1,7 @@
 """A tiny model that chats: random weights, a vocabulary of bytes."""
 import architectures
 import pytest
-from setting import OPTIONS, TOPICS
+from setting import EPISODE, OPTIONS, TOPICS
 
 from pykvq.engine import quiet_log
 from pykvq.epicache.chat import Conversation, EpiCache
@@ -32,16 +32,17 @@ _TALKS = {}
 
 @pytest.fixture
 def grown(make):
-    """grown(n) has talked for n questions. The talk is held once for each n, a memory is never changed in place."""
-    def build(n=14, **options):
-        epicache = make(**options)
-        if options or n not in _TALKS:
+    """grown(n) has talked for n questions; episode: with a cache per episode. The talk is held once for each n, a memory is never changed in place."""
+    def build(n=14, episode=False, **options):
+        epicache = make(**({"settings": EPISODE} if episode else {}), **options)
+        if options or (n, episode) not in _TALKS:
             for i in range(n):
                 epicache.ask(f"{TOPICS[i % 3]} Remark {i}.", max_tokens=8)
             if not options:
-                _TALKS[n] = epicache.conversation
+                _TALKS[n, episode] = epicache.conversation
         else:
-            epicache.adopt(Conversation([], list(_TALKS[n].said), _TALKS[n].memory))
-            epicache.chat([*_TALKS[n].said[:-2], _TALKS[n].said[-2]], max_tokens=8)      # so that `last` tells of that turn
+            talk = _TALKS[n, episode]
+            epicache.adopt(Conversation([], list(talk.said), talk.memory))
+            epicache.chat([*talk.said[:-2], talk.said[-2]], max_tokens=8)      # so that `last` tells of that turn
         return epicache
     return build

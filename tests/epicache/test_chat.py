@@ -31,31 +31,34 @@ def test_a_short_conversation_is_whole(make):
     assert epicache.last.evaluated < 60 and epicache.last.reused > 0.8 * first.evaluated
 
 
-def test_a_long_conversation_stays_in_its_cells(grown):
-    epicache = grown()
+@pytest.mark.parametrize("episode", [False, True])
+def test_a_long_conversation_stays_in_its_cells(grown, episode):
+    epicache = grown(episode=episode)
     cells = epicache.context.info()[0].cells
     turn, memory = epicache.last, epicache.conversation.memory
     history = len(memory.tokens(epicache.utterances()))
     assert history > 2 * epicache.budget and turn.episodes and len(memory.episodes) >= 2
-    assert turn.reused + turn.evaluated + turn.answer <= cells
+    assert turn.reused + turn.evaluated + turn.answer <= cells and bool(turn.looked) != episode
 
 
-def test_a_restored_cache_is_used(grown):
+@pytest.mark.parametrize("episode", [False, True])
+def test_a_restored_cache_is_used(grown, episode):
     """Only what comes after the memory is evaluated, and nothing of that when the same is asked again."""
-    epicache = grown()
+    epicache = grown(episode=episode)
     epicache._base = None
     said = [*epicache.conversation.said, Message("user", "What makes good tables?")]
     first = epicache.chat(said, max_tokens=6)
     turn, memory = epicache.last, epicache.conversation.memory
     behind = sum(len(u.tokens) for u in epicache.utterances()[memory.built:-2]) + len(epicache.renderer.question(said[-1], []))
-    assert turn.restored and turn.evaluated == behind and turn.reused == epicache.budget
+    assert turn.restored and turn.evaluated == behind and turn.reused == epicache.budget and turn.looked == (0 if episode else behind)
     assert epicache.chat(said, max_tokens=6) == first
-    assert not epicache.last.restored and epicache.last.evaluated == 1
+    again = epicache.last
+    assert not again.restored and again.evaluated == 1 and not again.looked and again.episodes == turn.episodes
 
 
 def test_the_answer_depends_on_what_was_kept(grown):
     """The cells of an episode hold the history: with their values emptied the next token is another one."""
-    epicache = grown()
+    epicache = grown(episode=True)
     memory = epicache.conversation.memory
     kept = epicache.keeper.recall(memory, [0], [1.0], 3000)
     rows = []
@@ -67,7 +70,7 @@ def test_the_answer_depends_on_what_was_kept(grown):
 
 
 def test_only_episodes_with_news_are_rebuilt(grown):
-    epicache = grown()
+    epicache = grown(episode=True)
     before = {id(e.cache) for e in epicache.conversation.memory.episodes}
     clustered, rebuilt = epicache.conversation.memory.clustered, 0
     while not rebuilt:
@@ -80,7 +83,7 @@ def test_only_episodes_with_news_are_rebuilt(grown):
 
 
 def test_two_episodes_share_the_cells(grown):
-    epicache = grown()
+    epicache = grown(episode=True)
     memory = epicache.conversation.memory
     a, b = memory.episodes[0].cache, memory.episodes[1].cache
     end = max(a.end, b.end) + 50
@@ -93,6 +96,21 @@ def test_two_episodes_share_the_cells(grown):
     only = epicache.keeper.recall(memory, [0, 1], [1.0, 0.0], end)      # weights that drop the second: only what must stay is from it
     assert all(len(set(only.tokens[layer][h].tolist()) - set(a.tokens[layer][h].tolist())) <= epicache.builder.plan.recent
                for layer in range(2) for h in range(2))
+
+
+def test_an_archive_only_grows(grown):
+    """It takes up what was said soon, reads each token once, and keeps its rows as they are."""
+    epicache, ran = grown(), []
+    epicache.builder.step = ran.append
+    memory = epicache.conversation.memory
+    keys = memory.archive.rows(np.arange(memory.archive.end)).keys[1].data
+    for i in range(3):
+        epicache.ask(f"The dog likes the beach. Again {i}.", max_tokens=8)
+    grew = epicache.conversation.memory.archive
+    assert grew.end > memory.archive.end and epicache.last.rebuilt <= len(epicache.conversation.memory.episodes)
+    assert np.array_equal(grew.rows(np.arange(memory.archive.end)).keys[1].data, keys)
+    assert sum(len(u.tokens) for u in epicache.utterances()[epicache.conversation.memory.built:]) <= epicache.block
+    assert all(len(chunk.state.positions) >= epicache.block for chunk in grew.chunks[:-1])
 
 
 def test_a_list_that_goes_another_way(grown):

@@ -53,7 +53,7 @@ def test_dropped_rows_are_removed_tokens(context, dropped):
     less = state.gather([np.repeat(kept[None], 2, 0)] * 2, state.positions[kept])
     # The order of cells differs, and with it that of the sums: a new token's row may round to another code.
     difference = np.abs(after(context, less) - removed)
-    assert difference.max() < 0.1 and difference.mean() < 5e-3
+    assert difference.max() < 0.1 and difference.mean() < 1e-2
 
 
 def test_rows_go_where_they_are_sent(context):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from setting import EPISODE
 
 from pykvq.engine import Context
 from pykvq.epicache.conversations import Conversations
@@ -40,6 +41,7 @@ def test_a_saved_conversation_goes_on(grown, make, tmp_path):
 
 
 @pytest.mark.parametrize("options, words", [({"kv_type": "q8_0"}, "another cache type"), ({"budget": 300}, "another budget"),
+                                            ({"settings": EPISODE}, "another kind of recall"),
                                             ({}, "another encoder")])
 def test_another_identity_is_refused_and_the_text_replayed(grown, make, tmp_path, options, words):
     epicache = grown()
@@ -62,10 +64,10 @@ def test_another_model_is_refused(grown, tmp_path):
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "gone", "sidecar"])
 def test_damaged_files_are_refused(grown, tmp_path, harm):
-    epicache = grown()
+    epicache = grown(episode=True)
     store = Store(tmp_path)
     store.put("a", epicache.conversation, epicache.identity())
-    path = next((tmp_path / "a").glob("episode1-*.npz"))
+    path = next((tmp_path / "a").glob("part1-*.npz"))
     data = path.read_bytes()
     if harm == "cut":
         path.write_bytes(data[:len(data) // 2])
@@ -80,7 +82,7 @@ def test_damaged_files_are_refused(grown, tmp_path, harm):
 
 
 def test_only_what_changed_is_written(grown, tmp_path):
-    epicache = grown()
+    epicache = grown(episode=True)
     store, identity = Store(tmp_path), epicache.identity()
 
     def names():
@@ -94,6 +96,23 @@ def test_only_what_changed_is_written(grown, tmp_path):
     changed = replace(memory, episodes=[replace(memory.episodes[0], version="changed"), *memory.episodes[1:]], version="changed")
     store.put("a", replace(epicache.conversation, memory=changed), identity)
     assert len(first - names()) == 4 and len(names()) == len(first)
+
+
+def test_an_archive_gets_files_for_what_is_new(grown, tmp_path):
+    epicache = grown()
+    store, identity = Store(tmp_path), epicache.identity()
+    store.put("a", epicache.conversation, identity)
+    chunks = len(epicache.conversation.memory.archive.chunks)
+    first = {p.name for p in (tmp_path / "a").iterdir()}
+    assert len(first) == 2 * (1 + chunks) and store.entries()[0].files == chunks >= 2
+    while len(epicache.conversation.memory.archive.chunks) == chunks:
+        epicache.ask("Oak makes good tables.", max_tokens=8)
+    store.put("a", epicache.conversation, identity)
+    kept = {p.name for p in (tmp_path / "a").iterdir()} & first
+    assert len(kept) in (2 * chunks, 2 * chunks - 2)             # all but the memory's, and the last chunk's if it was short
+    back, reason = store.get("a", identity)
+    a, b = (m.archive.rows(np.arange(m.archive.end)) for m in (back.memory, epicache.conversation.memory))
+    assert reason is None and a.to_bytes() == b.to_bytes() and back.memory.spans == epicache.conversation.memory.spans
 
 
 def test_the_least_recently_used_lose_their_caches_not_their_text(grown, tmp_path):
@@ -143,7 +162,7 @@ def test_conversations_are_told_apart_by_their_messages(make, tmp_path):
     for i in range(12):
         a, b = talk(conversations, a, f"The dog likes the beach. {i}"), talk(conversations, b, f"Oak makes tables. {i}")
     assert len(conversations.store.entries()) == 2 and {e.messages for e in conversations.store.entries()} == {26}
-    assert all(e.episodes for e in conversations.store.entries())
+    assert all(e.files for e in conversations.store.entries())
     id = conversations.last.id
     again = talk(conversations, b[:-2], b[-2]["content"])                        # the last question once more
     assert again == b and conversations.last.id == id and not conversations.epicache.last.rebuilt
@@ -240,11 +259,9 @@ def check(root, said, epicache) -> bool:
     with Context(epicache.model, 4096, threads=2) as context:
         context.decode(text, 0, logits="none")
         expected = values(SequenceState.parse(context.save(0, bare=True)).keys[0].heads(2), 1)
-    for e in memory.episodes:
-        assert e.cache.end <= len(memory.tokens(utterances[:memory.built]))
-        kept = values(e.cache.state.keys[0].heads(2), 1)
-        for h, tokens in enumerate(e.cache.tokens[0]):
-            np.testing.assert_allclose(kept[:, h], expected[tokens, h], atol=0.02)
+    end = len(memory.tokens(utterances[:memory.built]))
+    assert memory.archive.end == end
+    np.testing.assert_allclose(values(memory.archive.rows(np.arange(end)).keys[0].heads(2), 1), expected[:end], atol=0.02)
     assert continued(epicache, conversation) is not None and epicache.last.restored
     return True
 
