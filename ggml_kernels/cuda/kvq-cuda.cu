@@ -1,5 +1,6 @@
 // What ggml asks of the CUDA kernels of the cache types: which operations are ours, which run here, and running them.
 #include "common.cuh"
+#include "kvq-bias-pairs.h"
 #include "kvq-cuda.cuh"
 #include "kvq-launch.cuh"
 #include "kvq-rows-ops.cuh"
@@ -105,6 +106,10 @@ static kvq_fattn_args kvq_fattn_args_of(const ggml_tensor * dst) {
         a.bias.steps = int(trig->ne[1] - 256);
         a.bias.seqs  = int(q->ne[3]/pos->ne[1]);
         a.bias.interleaved = dst->op_params[8] != 0;
+        uint8_t pairs[KVQ_BIAS_PAIRS_MAX];
+        static_assert(KVQ_BIAS_PAIRS_MAX == KVQ_BIAS_PAIRS, "the kernels' list holds them all");
+        const int n = kvq_bias_pairs(dst, pairs);
+        kvq_set_pairs(a.bias, pairs, n);
     }
     a.n_head_log2 = 1u << uint32_t(floorf(log2f(float(a.n_head))));
     a.m0 = powf(2.0f, -a.max_bias/a.n_head_log2);

@@ -6,25 +6,18 @@
 #include "kvq-fattn.cuh"
 #include "kvq-tiles.h"
 
-// Places in shared memory of what a bias needs: pairs of (cosine part, sine part) of the query rows, a table of the turns by
-// 0 to TILE - 1 in the order of the products' fragments, and a pair list for every warp.
+// What a bias needs in shared memory for every 16 pairs: (cosine part, sine part) of the query rows, a table of the turns by
+// 0 to TILE - 1 in the order of the products' fragments, for every warp the turns by a position of the cache and by one of the
+// window, and those from one tile to the next.
 template <typename S> struct kvq_bias_shape {
-    static constexpr int PAIRS = (S::DK + 31)/32*16;                // padded with zeros
-    static constexpr int slot_bytes  = S::ROWS*PAIRS*8;             // queries of one warp
-    static constexpr int table_bytes = S::TILE*PAIRS*4;             // [2 a chunk of 16 pairs][TILE/16][32 lanes] uint4
-    static constexpr int turn_bytes  = PAIRS*8;                     // of one warp
-    static constexpr int fixed_bytes = table_bytes + 8*turn_bytes;
+    static constexpr int slot_bytes  = S::ROWS*16*8;                // queries of one warp
+    static constexpr int table_bytes = S::TILE*16*4;                // [2][TILE/16][32 lanes] uint4
+    static constexpr int turn_bytes  = 2*16*8;                      // of one warp
+    static constexpr int step_bytes  = 16*8;
+    static constexpr int fixed_bytes = table_bytes + 8*turn_bytes + step_bytes;
 };
 
 #ifdef KVQ_AMPERE
-// Keeps loads behind this point where two blocks share a multiprocessor: in flight all at once, they would take the registers
-// of the main loop.
-template <typename S> static __device__ __forceinline__ void kvq_hold_loads() {
-    if constexpr (S::BLOCKS > 1) {
-        asm volatile("" ::: "memory");
-    }
-}
-
 // query row of column g of the narrow operand
 static __device__ __forceinline__ int kvq_column_row(const int g) {
     return (g >> 1) + 4*(g & 1);
@@ -124,30 +117,54 @@ template <int VB, typename S> struct kvq_window_tile {
 
 // ---- key bias ----
 
-// Fills the table; every thread of a block takes part.
-template <typename S> static __device__ __forceinline__ void kvq_fill_bias_table(const kvq_bias_args & bias, uint4 * table, const int tid, const int n_threads) {
+// Where a warp finds its part of a bias in shared memory, and the position that its list of turns is for.
+struct kvq_bias_place {
+    const float2 * z;           // [ROWS][16*chunks], the queries
+    const uint4  * table;
+    const float2 * step;
+    float2       * turn;
+    int            at;
+};
+
+// Fills the table and the turns from one tile of a warp to its next, which is S::TILE*slices tokens on; every thread of a block takes part.
+template <typename S> static __device__ __forceinline__ void kvq_fill_bias_table(
+        const kvq_bias_args & bias, uint4 * table, float2 * step, const int slices, const int tid, const int n_threads) {
     constexpr int NI = S::TILE/16;
-    for (int at = tid; at < kvq_bias_shape<S>::table_bytes/16; at += n_threads) {
+    for (int at = tid; at < bias.chunks*2*NI*32; at += n_threads) {
         const int lane = at & 31, i = at/32 % NI, half = at/32/NI;
-        const int pair = 8*half - 6*(half & 1) + 4*(lane & 3);      // 16*chunk + 4t + 2*(half of the chunk)
-        auto turn = [&](const int offset, const int k) {            // the rows below 256 are plain turns
-            const float * row = (const float *) (bias.trig + offset*bias.nbt1);
-            return k < bias.pairs ? kvq_pack_half2(row[k], row[bias.pairs + k]) : 0u;
-        };
-        const int offset = 16*i + (lane >> 2);
-        table[at] = make_uint4(turn(offset, pair), turn(offset + 8, pair), turn(offset, pair + 1), turn(offset + 8, pair + 1));
+        const int first = 8*half - 6*(half & 1) + 4*(lane & 3);     // 16*chunk + 4t + 2*(half of the chunk)
+        uint32_t w[2][2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            // turns by 0..7 and by 8, 16, ...: a quarter of the table's rows
+            const int pair = bias.list[first + k];
+            const float2 low = kvq_turn_row(bias, lane >> 2, pair);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float2 x = kvq_turn_on(kvq_turn_row(bias, 16*i + 8*e, pair), low);
+                w[k][e] = kvq_pack_half2(x.x, x.y);
+            }
+        }
+        table[at] = make_uint4(w[0][0], w[0][1], w[1][0], w[1][1]);
+    }
+    for (int i = tid; i < 16*bias.chunks; i += n_threads) {
+        const float2 one = kvq_turn_row(bias, S::TILE, bias.list[i]);
+        float2 x = one;
+        for (int k = 1; k < slices; ++k) {
+            x = kvq_turn_on(x, one);
+        }
+        step[i] = x;
     }
 }
 
-// Adds the bias to the logits p of T tokens, at most S::TILE. pos: of the first token. Where the visible tokens stand in a row, the queries
-// are turned to the first one's position and meet the table; elsewhere every token's turn is made from the long table.
+// Adds the bias to the logits p of T tokens, at most S::TILE. pos: of tokens lane and lane + 32, not negative; step: tokens to the
+// warp's next tile. Where the visible tokens stand in a row, the queries are turned to the first one's position and meet the table;
+// elsewhere tokens less than S::TILE positions apart are taken together, each with its row of the table.
 template <typename S, int J> static __device__ __forceinline__ void kvq_add_bias(
-        float (&p)[S::GROUPS][J], const uint32_t (&mk)[S::GROUPS][J], const bool masked, const kvq_bias_args & bias, const int * pos,
-        const float2 * z, const uint4 * table, float2 * turn, const int lane) {
-    using B = kvq_bias_shape<S>;
+        float (&p)[S::GROUPS][J], const uint32_t (&mk)[S::GROUPS][J], const bool masked, const kvq_bias_args & bias, const int (&pos)[(J + 3)/4],
+        kvq_bias_place & place, const int step, const int lane) {
     constexpr int T = 8*J, NI = T/16, NB = S::GROUPS, EACH = (T + 31)/32, HALF = S::TILE/16*32;
-    const int g = lane >> 2, t = lane & 3;
-    // lane i looks at tokens i and i + 32
+    const int g = lane >> 2, t = lane & 3, n16 = 16*bias.chunks;
     bool seen[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
@@ -165,46 +182,64 @@ template <typename S, int J> static __device__ __forceinline__ void kvq_add_bias
             seen[j/4] = lane/8 == j % 4 ? (lanes >> 4*(lane & 7) & 15u) != 0 : seen[j/4];
         }
     }
-    int base = -1, at[EACH], first[EACH];         // the token's position, 0 where no row sees it; the tile's first one's, if this one is in its place
+    // position of the tile's first token, if the first visible one is in its place
+    int base = -1;
 #pragma unroll
     for (int e = EACH - 1; e >= 0; --e) {
-        at[e]    = seen[e] ? max(pos[32*e + lane], 0) : 0;
-        first[e] = seen[e] ? at[e] - 32*e - lane : -1;
-        base = seen[e] ? first[e] : base;
+        base = seen[e] ? pos[e] - 32*e - lane : base;
     }
     const uint32_t some = __ballot_sync(0xFFFFFFFFu, base >= 0);
     base = __shfl_sync(0xFFFFFFFFu, base, some ? __ffs(some) - 1 : 0);
     bool in_a_row = base >= 0;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-        in_a_row = in_a_row && (!seen[e] || first[e] == base);
+        in_a_row = in_a_row && (!seen[e] || pos[e] - 32*e - lane == base);
     }
     in_a_row = __all_sync(0xFFFFFFFFu, in_a_row);
 
+    auto turn_to = [&](const int at) {
+        if (at == place.at) {
+            return;
+        }
+        __syncwarp();
+        if (at == place.at + step) {
+#pragma unroll 1
+            for (int i = lane; i < n16; i += 32) {
+                place.turn[i] = kvq_turn_on(place.turn[i], place.step[i]);
+            }
+        } else {
+#pragma unroll 1
+            for (int i = lane; i < n16; i += 32) {
+                place.turn[i] = kvq_turn(bias, at, bias.list[i]);
+            }
+        }
+        __syncwarp();
+        place.at = at;
+    };
+    // one group of rows fills the even columns alone; the odd ones repeat it
+    const float2 * my_z = place.z + (NB == 2 ? kvq_column_row(g) : g >> 1)*n16 + 4*t, * my_turn = place.turn + 4*t;
+    auto column = [&](const int chunk) {        // 4 pairs of a column, turned
+        uint32_t w[4];
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+            const float4 x = *(const float4 *) (my_z + chunk + k), r = *(const float4 *) (my_turn + chunk + k);
+            const float2 a = kvq_turn_back(make_float2(x.x, x.y), make_float2(r.x, r.y)), b = kvq_turn_back(make_float2(x.z, x.w), make_float2(r.z, r.w));
+            w[k]     = kvq_pack_half2(a.x, a.y);
+            w[k + 1] = kvq_pack_half2(b.x, b.y);
+        }
+        return make_uint4(w[0], w[1], w[2], w[3]);
+    };
     float c[NI][4];
 #pragma unroll
     for (int i = 0; i < NI; ++i) {
         c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.0f;
     }
-    // one group of rows fills the even columns alone; the odd ones repeat it
-    const float2 * my_z = z + (NB == 2 ? kvq_column_row(g) : g >> 1)*B::PAIRS + 4*t;
-    auto column = [](const float4 x, const float4 y) {
-        return make_uint4(kvq_pack_half2(x.x, x.y), kvq_pack_half2(x.z, x.w), kvq_pack_half2(y.x, y.y), kvq_pack_half2(y.z, y.w));
-    };
     if (in_a_row) {
-        __syncwarp();
-        for (int i = lane; i < (bias.pairs + 15)/16*16; i += 32) {
-            turn[i] = i < bias.pairs ? kvq_turn(bias, base, i) : make_float2(0.0f, 0.0f);
-        }
-        __syncwarp();
+        turn_to(base);
 #pragma unroll 1
-        for (int chunk = 0; chunk < bias.pairs; chunk += 16) {
-            auto turned = [&](const int k) {      // pairs k and k + 1
-                const float4 x = *(const float4 *) (my_z + chunk + k), r = *(const float4 *) (turn + 4*t + chunk + k);
-                return make_float4(x.x*r.x + x.y*r.y, x.y*r.x - x.x*r.y, x.z*r.z + x.w*r.w, x.w*r.z - x.z*r.w);
-            };
-            const uint4 q = column(turned(0), turned(2));
-            const uint4 * rows = table + chunk/8*HALF + lane;
+        for (int chunk = 0; chunk < n16; chunk += 16) {
+            const uint4 q = column(chunk);
+            const uint4 * rows = place.table + chunk/8*HALF + lane;
 #pragma unroll
             for (int i = 0; i < NI; ++i) {
                 kvq_mma_f16(c[i], rows[i*32], q.x, q.y);
@@ -213,24 +248,41 @@ template <typename S, int J> static __device__ __forceinline__ void kvq_add_bias
         }
     } else {
 #pragma unroll 1
-        for (int chunk = 0; chunk < bias.pairs; chunk += 16) {
-            const uint4 q = column(*(const float4 *) (my_z + chunk), *(const float4 *) (my_z + chunk + 2));
+        while (true) {
+            uint32_t left[EACH];
+            int from = 0;
 #pragma unroll
-            for (int i = 0; i < NI; ++i) {
-                uint32_t r[2][4];
+            for (int e = EACH - 1; e >= 0; --e) {
+                left[e] = __ballot_sync(0xFFFFFFFFu, seen[e]);
+                from = left[e] ? __shfl_sync(0xFFFFFFFFu, pos[e], __ffs(left[e]) - 1) : from;
+            }
+            if ((left[0] | left[EACH - 1]) == 0) {
+                break;
+            }
+            int row[EACH];          // of the table, -1: not in this round
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    // of token 8*(2i + e) + g, from the lane that looked; a thread's rows may not see what others in the product do
-                    const int j = 2*i + e, where = __shfl_sync(0xFFFFFFFFu, at[j/4], 8*(j % 4) + g);
+            for (int e = 0; e < EACH; ++e) {
+                row[e] = seen[e] && uint32_t(pos[e] - from) < uint32_t(S::TILE) ? pos[e] - from : -1;
+                seen[e] = seen[e] && row[e] < 0;
+            }
+            turn_to(from);
+#pragma unroll 1
+            for (int chunk = 0; chunk < n16; chunk += 16) {
+                const uint4 q = column(chunk);
+                const uint32_t * words = (const uint32_t *) (place.table + chunk/8*HALF + t);
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        const int pair = chunk + 4*t + k;
-                        const float2 cs = pair < bias.pairs ? kvq_turn(bias, where, pair) : make_float2(0.0f, 0.0f);
-                        r[e][k] = kvq_pack_half2(cs.x, cs.y);
+                for (int i = 0; i < NI; ++i) {
+                    uint32_t r[2][4];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int j = 2*i + e, o = __shfl_sync(0xFFFFFFFFu, row[j/4], 8*(j % 4) + g);       // of token 8j + g
+#pragma unroll
+                        for (int k = 0; k < 4; ++k) {
+                            r[e][k] = o >= 0 ? words[(k/2*HALF + o/16*32 + (o & 7)*4)*4 + 2*(k & 1) + ((o >> 3) & 1)] : 0u;
+                        }
                     }
-                    kvq_hold_loads<S>();
+                    kvq_mma_chunk(c[i], make_uint4(r[0][0], r[0][1], r[0][2], r[0][3]), make_uint4(r[1][0], r[1][1], r[1][2], r[1][3]), q);
                 }
-                kvq_mma_chunk(c[i], make_uint4(r[0][0], r[0][1], r[0][2], r[0][3]), make_uint4(r[1][0], r[1][1], r[1][2], r[1][3]), q);
             }
         }
     }

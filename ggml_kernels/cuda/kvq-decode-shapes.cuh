@@ -5,15 +5,15 @@
 #include "kvq-decode.cuh"
 #include "kvq-launch.cuh"
 
-template <int KB, typename S> static constexpr kvq_decode_variant kvq_decode_variant_of(const kvq_fattn_kernel kernel) {
+template <int KB, int VB, typename S, bool LINEAR, bool BIAS> static constexpr kvq_decode_variant kvq_decode_variant_of(const kvq_fattn_kernel kernel) {
     using F = kvq_bias_shape<S>;
-    return { kernel, S::TILE, S::STAGES, S::template query_bytes<KB>, S::BLOCKS, S::query16_bytes, F::slot_bytes, F::fixed_bytes };
+    return { kernel, S::TILE, S::STAGES, S::template query_bytes<KB>, S::BLOCKS, kvq_query16_in_ring<KB, VB, S, LINEAR, BIAS>() ? 0 : S::query16_bytes, F::slot_bytes, F::fixed_bytes };
 }
 template <int KB, int VB, typename S, bool LINEAR, bool BIAS = false> static constexpr kvq_decode_variant kvq_decode_of() {
-    return kvq_decode_variant_of<KB, S>(kvq_decode<KB, VB, S, LINEAR, BIAS>);
+    return kvq_decode_variant_of<KB, VB, S, LINEAR, BIAS>(kvq_decode<KB, VB, S, LINEAR, BIAS>);
 }
-template <int KB, int VB, typename S> static constexpr kvq_decode_variant kvq_decode_short_of() {
-    return kvq_decode_variant_of<KB, S>(kvq_decode_short<KB, VB, S>);
+template <int KB, int VB, typename S, bool BIAS = false> static constexpr kvq_decode_variant kvq_decode_short_of() {
+    return kvq_decode_variant_of<KB, VB, S, true, BIAS>(kvq_decode_short<KB, VB, S, BIAS>);
 }
 
 // one or two groups of 4 query rows a warp
@@ -26,7 +26,7 @@ static kvq_decode_entry kvq_decode_make() {
     // with a key bias: the head sizes of most models that have one; others take the prefill kernel
     if constexpr (DK == DV && (DK == 64 || DK == 128)) {
         e.general_bias[0] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS, 1>, false, true>();
-        e.general_bias[1] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, 1, 2>, false, true>();
+        e.general_bias[1] = kvq_decode_of<KB, VB, kvq_decode_shape<DK, DV, NK, NV, VP, TILE, STAGES, BLOCKS, 2>, false, true>();
     }
     return e;
 }
@@ -41,9 +41,13 @@ template <int KB, int VB, int D> static kvq_decode_entry kvq_decode_small() {
         e.linear[0] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, blocks, 1>, true>();
         e.linear[1] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, KB + VB == 4 ? 2 : 1, 2>, true>();
         e.linear_bias[0] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, blocks, 1>, true, true>();
-        e.linear_bias[1] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, 1, 2>, true, true>();
-        e.brief[0] = kvq_decode_short_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 32, 2, 1, 1>>();
-        e.brief[1] = kvq_decode_short_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, KB == KVQ_TIERS && D == 64 ? 64 : 32, 2, 1, 2>>();
+        e.linear_bias[1] = kvq_decode_of<KB, VB, kvq_decode_shape<D, D, D, D, 1, 64, 2, KB + VB == 4 ? 2 : 1, 2>, true, true>();
+        using one = kvq_decode_shape<D, D, D, D, 1, 32, 2, 1, 1>;
+        using two = kvq_decode_shape<D, D, D, D, 1, KB == KVQ_TIERS && D == 64 ? 64 : 32, 2, 1, 2>;
+        e.brief[0] = kvq_decode_short_of<KB, VB, one>();
+        e.brief[1] = kvq_decode_short_of<KB, VB, two>();
+        e.brief_bias[0] = kvq_decode_short_of<KB, VB, one, true>();
+        e.brief_bias[1] = kvq_decode_short_of<KB, VB, two, true>();
     }
     return e;
 }

@@ -249,10 +249,15 @@ enum kvq_decode_mode {
 
 static constexpr int KVQ_CLUSTER = 8;
 
+// With a bias, where every byte counts for a second block: the f16 queries stand behind the others in the ring, if both fit there.
+template <int KB, int VB, typename S, bool LINEAR, bool BIAS> __host__ __device__ constexpr bool kvq_query16_in_ring() {
+    constexpr int slices = S::k_blocks*kvq_block<KB, S::NK>::bytes + S::v_blocks*S::VP*kvq_block<VB, S::NV>::bytes;
+    return LINEAR && BIAS && S::TILE*slices >= S::template query_bytes<KB> + 32 + S::query16_bytes;
+}
+
 template <int KB, int VB, typename S, int MODE, bool BIAS>
 static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a) {
 #ifdef KVQ_AMPERE
-    using F = kvq_bias_shape<S>;
     constexpr bool LINEAR = MODE != KVQ_GENERAL;
     constexpr int T = S::TILE, NI = T/16, NB = S::GROUPS, K_STEPS = S::template steps<KB>, Q_BYTES = S::template query_bytes<KB>;
     using BK = kvq_block<KB, S::NK>;
@@ -292,17 +297,21 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
 
     extern __shared__ __align__(16) char smem[];
     const int k_bytes = tile_tokens*k_stride, v_bytes = v_is_k ? 0 : tile_tokens*v_stride, m_bytes = LINEAR ? a.mask_rows*T*2 : 0;
-    const int stage_bytes = k_bytes + v_bytes + m_bytes;
+    const int stage_bytes = k_bytes + v_bytes + m_bytes + (BIAS ? tile_tokens*4 : 0);      // with a bias the positions come last
     // LINEAR: the queries pass through the stage that is filled last
     char  * q_frags   = smem + (LINEAR ? (S::STAGES - 1)*stage_bytes : 0);       // [heads*row_groups][Q_BYTES]
     float * row_scale = (float *) (q_frags + heads*row_groups*Q_BYTES);       // [heads*row_groups][8]
     char  * ring      = LINEAR ? smem : (char *) (row_scale + ((heads*row_groups*8 + 3) & ~3));
     const uint32_t ring_s = kvq_shared(ring);
-    // behind the stages and their barriers: queries in f16, then those of the bias, its table and the warps' turns
-    __half * q16   = (__half *) (ring + S::STAGES*stage_bytes + 64);
-    float2 * z     = (float2 *) ((char *) q16 + (a.window.n > 0 ? heads*row_groups*S::query16_bytes : 0));
-    uint4  * table = (uint4 *) (z + heads*row_groups*S::ROWS*F::PAIRS);
-    float2 * turn  = (float2 *) ((char *) table + F::table_bytes) + warp*F::PAIRS;
+    // behind the stages and their barriers: queries in f16, then those of the bias, its tables and the warps' turns
+    constexpr bool RING16 = kvq_query16_in_ring<KB, VB, S, LINEAR, BIAS>();
+    char   * behind = ring + S::STAGES*stage_bytes + 64;
+    __half * q16    = (__half *) (RING16 ? q_frags + 8*(Q_BYTES + 32) : behind);
+    const int n16   = BIAS ? 16*a.bias.chunks : 0;
+    float2 * z      = (float2 *) (behind + (a.window.n > 0 && !RING16 ? heads*row_groups*S::query16_bytes : 0));
+    uint4  * table  = (uint4 *) (z + heads*row_groups*S::ROWS*n16);
+    float2 * step   = (float2 *) (table + n16*S::TILE/4);
+    float2 * turn   = step + n16 + warp*2*n16;          // of a position of the cache, then of one of the window
 #ifdef KVQ_BULK_COPY
     const uint32_t full_s = ring_s + S::STAGES*stage_bytes;      // LINEAR: a barrier for every stage
     if (LINEAR && tid == 0) {
@@ -316,6 +325,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     const char * k_first = a.k.data + seq*a.k.nb3 + head0*a.k.nb2;
     const char * v_first = a.v.data + seq*a.v.nb3 + head0*a.v.nb2;
     const char * m_first = a.mask ? a.mask + (seq % a.nem3)*a.nbm3 : nullptr;
+    const int * pos_first = BIAS ? (const int *) (a.bias.pos + seq/a.bias.seqs*a.bias.nbp1) : nullptr;
 
     auto fetch = [&](const int tile) {
         if (tile < tile1) {
@@ -333,6 +343,9 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
                         kvq_bulk_copy(at + k_bytes + v_bytes + r*T*2, m_first + r*a.nbm1 + token*2, T*2, barrier);
                     }
                     kvq_bulk_copy(at + k_bytes, vs, v_bytes, barrier);
+                    if constexpr (BIAS) {
+                        kvq_bulk_copy(at + k_bytes + v_bytes + m_bytes, pos_first + token, T*4, barrier);
+                    }
                 }
                 return;
 #else
@@ -354,11 +367,18 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
                 if (tid < a.mask_rows*PIECES) {
                     kvq_cp_async<16>(at + k_bytes + v_bytes + tid*16, m_first + (tid/PIECES)*a.nbm1 + (token + tid % PIECES*8)*2);
                 }
+                if (BIAS && tid < T/4) {
+                    kvq_cp_async<16>(at + k_bytes + v_bytes + m_bytes + tid*16, pos_first + token + tid*4);
+                }
 #endif
             } else {
                 kvq_copy_window(a.k, k_first, at, token, tile_tokens, a.n_kv, tid, n_threads);
                 if (!v_is_k) {
                     kvq_copy_window(a.v, v_first, at + k_bytes, token, tile_tokens, a.n_kv, tid, n_threads);
+                }
+                for (int i = tid; BIAS && i < tile_tokens; i += n_threads) {
+                    const bool real = token + i < a.n_kv;
+                    kvq_cp_async<4>(at + k_bytes + v_bytes + i*4, pos_first + (real ? token + i : 0), real);
                 }
             }
         }
@@ -373,19 +393,22 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
             kvq_load_queries<KB, S>(a, seq, head0 + h, group, q_frags + slot*Q_BYTES, row_scale + slot*8, a.window.n > 0 ? q16 + slot*(S::query16_bytes/2) : nullptr, buf, lane);
             if constexpr (BIAS) {
                 const float scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E);
-                for (int r = 0; r < S::ROWS; ++r) {
-                    const int row = group*S::ROWS + r, tok = row < n_rows ? row/a.gqa : 0, head = (head0 + h)*a.gqa + (row < n_rows ? row % a.gqa : 0);
-                    for (int i = lane; i < F::PAIRS; i += 32) {
-                        z[(slot*S::ROWS + r)*F::PAIRS + i] = kvq_bias_query(a.bias, seq, tok, head, head0 + h, i, row < n_rows ? scale : 0.0f);
+#pragma unroll 1
+                for (int i = lane & 15; i < n16; i += 16) {
+                    float2 x[S::ROWS/2];        // all loads before the first store
+#pragma unroll
+                    for (int r = 0; r < S::ROWS/2; ++r) {
+                        const int row = group*S::ROWS + 2*r + lane/16, tok = row < n_rows ? row/a.gqa : 0, head = (head0 + h)*a.gqa + (row < n_rows ? row % a.gqa : 0);
+                        x[r] = kvq_bias_query(a.bias, seq, tok, head, head0 + h, i, row < n_rows ? scale : 0.0f);
+                    }
+#pragma unroll
+                    for (int r = 0; r < S::ROWS/2; ++r) {
+                        z[(slot*S::ROWS + 2*r + lane/16)*n16 + i] = x[r];
                     }
                 }
             }
         }
-        if constexpr (BIAS) {
-            kvq_fill_bias_table<S>(a.bias, table, tid, n_threads);
-        }
     };
-    const int * pos_first = BIAS ? (const int *) (a.bias.pos + seq/a.bias.seqs*a.bias.nbp1) : nullptr;
     // this warp's part of K and V of a window tile
     auto window_k = [&](const int token) { return a.window.k + seq*a.window.nbk3 + (head0 + h)*a.window.nbk2 + token*a.window.nbk1; };
     auto window_v = [&](const int token) { return a.window.v + seq*a.window.nbv3 + (head0 + h)*a.window.nbv2 + token*a.window.nbv1 + vp*S::v_blocks*S::NV*2; };
@@ -393,6 +416,18 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     for (int token = window0; token < a.window.n; token += window_step) {
         kvq_prefetch_rows(window_k(token), a.window.nbk1, KVQ_WINDOW_TILE, 2*S::DK, lane);
         kvq_prefetch_rows(window_v(token), a.window.nbv1, KVQ_WINDOW_TILE, 2*S::v_blocks*S::NV, lane);
+    }
+    // What no launch writes: the tables, and the turns by the positions where this warp probably begins.
+    int first_pos = 0, first_pos16 = 0;
+    if constexpr (BIAS) {
+        first_pos   = max(pos_first[min(tile0*tile_tokens + sl*T, a.n_kv - 1)], 0);
+        first_pos16 = window0 < a.window.n ? max(pos_first[a.n_kv + window0], 0) : first_pos;
+        kvq_fill_bias_table<S>(a.bias, table, step, slices, tid, n_threads);
+#pragma unroll 1
+        for (int i = lane; i < n16; i += 32) {
+            turn[i]       = kvq_turn(a.bias, first_pos,   a.bias.list[i]);
+            turn[n16 + i] = kvq_turn(a.bias, first_pos16, a.bias.list[i]);
+        }
     }
     if (a.early_queries) {
         load_queries();
@@ -558,6 +593,8 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         return bool(__all_sync(0xFFFFFFFFu, hidden));
     };
 
+    kvq_bias_place place = { z + slot*S::ROWS*n16, table, step, turn, first_pos }, place16 = { z + slot*S::ROWS*n16, table, step, turn + n16, first_pos16 };
+
     // the window first: the copies of the cache's first tiles are on their way meanwhile
     const char * mask16 = a.window.mask + (seq % max(a.window.nem3, 1))*a.window.nbm3;
 #pragma unroll 1
@@ -570,6 +607,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
                 mk[n][j] = kvq_ld16(mask16 + tok_q[n]*a.window.nbm1 + (token + 8*j + g)*2);
             }
         }
+        const int pos[1] = { BIAS ? max(pos_first[a.n_kv + token + lane % KVQ_WINDOW_TILE], 0) : 0 };
         kvq_window_tile<VB, S> rows;
         rows.load_keys(window_k(token), a.window.nbk1, g, t);
         if (!rows.VALUES_LATE) {
@@ -582,7 +620,7 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
         float p[NB][KVQ_WINDOW_TILE/8];
         rows.logits(p, window_k(token), a.window.nbk1, q16 + slot*(S::query16_bytes/2), g, t);
         if constexpr (BIAS) {
-            kvq_add_bias<S>(p, mk, masked, a.bias, pos_first + a.n_kv + token, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
+            kvq_add_bias<S>(p, mk, masked, a.bias, pos, place16, 0, lane);
         }
         if (rows.VALUES_LATE) {
             rows.load_values(window_v(token), a.window.nbv1, g, t);
@@ -684,7 +722,12 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
             }
         }
         if constexpr (BIAS) {
-            kvq_add_bias<S>(p, mk, masked, a.bias, pos_first + token - g, z + slot*S::ROWS*F::PAIRS, table, turn, lane);
+            int pos[T/32];
+#pragma unroll
+            for (int e = 0; e < T/32; ++e) {
+                pos[e] = max(*(const int *) (kt + k_bytes + v_bytes + m_bytes + (sl*T + 32*e + lane)*4), 0);
+            }
+            kvq_add_bias<S>(p, mk, masked, a.bias, pos, place, tile_tokens, lane);
         }
         softmax(p, mk, masked);
 
@@ -873,7 +916,7 @@ static __global__ void __launch_bounds__(256, S::BLOCKS) kvq_decode(const __grid
 #else
 #define KVQ_CLUSTER_DIMS
 #endif
-template <int KB, int VB, typename S>
+template <int KB, int VB, typename S, bool BIAS>
 static __global__ void KVQ_CLUSTER_DIMS __launch_bounds__(256, S::BLOCKS) kvq_decode_short(const __grid_constant__ kvq_fattn_args a) {
-    kvq_decode_body<KB, VB, S, KVQ_SHORT, false>(a);
+    kvq_decode_body<KB, VB, S, KVQ_SHORT, BIAS>(a);
 }

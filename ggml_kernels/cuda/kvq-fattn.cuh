@@ -26,7 +26,9 @@ struct kvq_f16_window {
     int     n;                          // rows, a multiple of 64; 0 without a window
 };
 
-// A key bias b that the stored keys lack: a logit gains q . R(pos) b. No pairs without one.
+static constexpr int KVQ_BIAS_PAIRS = 128;      // pairs that an operation can name
+
+// A key bias b that the stored keys lack: a logit gains q . R(pos) b. Few pairs carry it; the others' part of b stays in the keys.
 struct kvq_bias_args {
     const char * q;                     // f32 [d, n_tok, n_head, n_seq], before any transform
     const char * b;                     // f32 [d, n_head_kv]
@@ -35,6 +37,8 @@ struct kvq_bias_args {
     int64_t nbq1, nbq2, nbq3, nbb1, nbt1, nbp1;
     int     pairs, steps, seqs;
     bool    interleaved;                // pairs (0, 1), (2, 3), ...; else (0, pairs), (1, pairs + 1), ...
+    int     n, chunks;                  // pairs that carry the bias, and 16s of them; 0 without a bias
+    uint8_t list[KVQ_BIAS_PAIRS];       // these pairs, then the first of them again
 };
 
 // Arguments of both attention kernels. A query row is (token, head in group), row = token*gqa + head.
@@ -80,21 +84,32 @@ static __device__ __forceinline__ uint32_t kvq_pack_half2(const float low, const
     return *(const uint32_t *) &h;
 }
 
-// cosine and sine of pair i at a position, which is not negative: the turn by its multiple of 256, then by the rest
-static __device__ __forceinline__ float2 kvq_turn(const kvq_bias_args & bias, const int pos, const int i) {
-    const float * a = (const float *) (bias.trig + (256 + min(pos >> 8, bias.steps - 1))*bias.nbt1) + i;
-    const float * c = (const float *) (bias.trig + (pos & 255)*bias.nbt1) + i;
-    const float ac = a[0], as = a[bias.pairs], cc = c[0], cs = c[bias.pairs];
-    return make_float2(ac*cc - as*cs, as*cc + ac*cs);
+// turn by a, then by b
+static __device__ __forceinline__ float2 kvq_turn_on(const float2 a, const float2 b) {
+    return make_float2(a.x*b.x - a.y*b.y, a.y*b.x + a.x*b.y);
 }
-// What row (token, head) meets cosine and sine of pair i with, times scale; 0 past the last pair.
+// what meets cosine and sine at a position, from what meets them at the turn r further
+static __device__ __forceinline__ float2 kvq_turn_back(const float2 z, const float2 r) {
+    return make_float2(z.x*r.x + z.y*r.y, z.y*r.x - z.x*r.y);
+}
+// cosine and sine of pair i at a small position
+static __device__ __forceinline__ float2 kvq_turn_row(const kvq_bias_args & bias, const int row, const int i) {
+    const float * r = (const float *) (bias.trig + row*bias.nbt1) + i;
+    return make_float2(r[0], r[bias.pairs]);
+}
+// the same at any position, which is not negative: the turn by its multiple of 256, then by the rest
+static __device__ __forceinline__ float2 kvq_turn(const kvq_bias_args & bias, const int pos, const int i) {
+    return kvq_turn_on(kvq_turn_row(bias, 256 + min(pos >> 8, bias.steps - 1), i), kvq_turn_row(bias, pos & 255, i));
+}
+// What row (token, head) meets cosine and sine of pair list[i] with, times scale; 0 past the last.
 static __device__ __forceinline__ float2 kvq_bias_query(const kvq_bias_args & bias, const int seq, const int tok, const int head, const int head_kv, const int i, const float scale) {
-    if (i >= bias.pairs) {
+    if (i >= bias.n) {
         return make_float2(0.0f, 0.0f);
     }
+    const int pair = bias.list[i];
     const float * q = (const float *) (bias.q + seq*bias.nbq3 + tok*bias.nbq1 + head*bias.nbq2);
     const float * b = (const float *) (bias.b + head_kv*bias.nbb1);
-    const int x = bias.interleaved ? 2*i : i, y = bias.interleaved ? 2*i + 1 : i + bias.pairs;
+    const int x = bias.interleaved ? 2*pair : pair, y = bias.interleaved ? 2*pair + 1 : pair + bias.pairs;
     return make_float2(scale*(q[x]*b[x] + q[y]*b[y]), scale*(q[y]*b[x] - q[x]*b[y]));
 }
 

@@ -2,14 +2,18 @@
 //
 // Warpgroups 0 and 1 copy compressed rows of K and V and write them as f16 tiles into a ring; warpgroups 2 and 3 take 64
 // query rows each, keep queries and outputs in registers, and overlap the products of one tile with the softmax of the next.
-// The tiles of an f16 window follow those of the cache.
+// The tiles of an f16 window follow those of the cache. With a key bias a third tile holds the cosines and sines of the tokens'
+// positions; what the query rows meet them with takes the place of the queries in shared memory.
 // Compile for sm_90a: other targets get an empty kernel.
 #pragma once
 
 #include "kvq-prefill.cuh"
 
-template <int D_, int N_, int STAGES_> struct kvq_hopper_shape {
+#include <type_traits>
+
+template <int D_, int N_, int STAGES_, int BIAS_ = 0> struct kvq_hopper_shape {
     static constexpr int D = D_, N = N_;             // head size of K and V, values per block of our types
+    static constexpr int BIAS = BIAS_;               // pairs of a key bias, a multiple of 16
     static constexpr int STAGES = STAGES_;           // tiles of K and V in the ring
     static constexpr int TILE = 64;                  // tokens
     static constexpr int ROWS = 128;                 // query rows of a block
@@ -17,7 +21,11 @@ template <int D_, int N_, int STAGES_> struct kvq_hopper_shape {
     static constexpr int PANEL_BYTES = TILE*128;
     static constexpr int TILE_BYTES = PANELS*PANEL_BYTES;
     static constexpr int SQ = D + 8;                 // row stride of the queries in halves
-    static constexpr int fixed_bytes = 2*STAGES*TILE_BYTES + 2*ROWS*SQ + 16*STAGES + 1024;
+    static constexpr int TURN_BYTES = (BIAS + 31)/32*PANEL_BYTES;
+    static constexpr int LOW = BIAS + 2;             // row stride of the turns by 0 to 7, in float2
+    static constexpr int bias_bytes = BIAS ? 8*8*(LOW + BIAS) : 0;      // those, and the turns of every producing warp
+    static constexpr int fixed_bytes = STAGES*(2*TILE_BYTES + TURN_BYTES) + 2*ROWS*SQ + 16*STAGES + bias_bytes + 1024;
+    static_assert(TURN_BYTES <= ROWS*SQ, "what rows meet turns with, for two warpgroups, takes the place of the queries");
 };
 
 #ifdef KVQ_AMPERE
@@ -174,6 +182,66 @@ template <typename S> static __device__ __forceinline__ void kvq_fill_tile(
         }
     }
 }
+
+struct kvq_no_turns {
+    __device__ kvq_no_turns(const kvq_bias_args &, const float2 *, float2 *, int, int) {}
+};
+// Writes the cosines and sines of a tile's positions; of 8 producing warps each has 8 tokens, a lane 4 of every 16 pairs of one token.
+template <typename S> struct kvq_turn_filler {
+    static constexpr int EACH = (S::BIAS + 31)/32, AGAIN = 32;      // tiles after which the turn is read again: steps add up rounding errors
+    const kvq_bias_args & bias;
+    const float2 * low;                 // [8][LOW]
+    float2       * turn;                // of this warp
+    float2 here[EACH], step[EACH];      // turns of pairs lane and lane + 32 by the first token's position, and by a tile
+    int    at, warp, lane;
+
+    __device__ __forceinline__ kvq_turn_filler(const kvq_bias_args & bias, const float2 * low, float2 * turns, const int warp, const int lane)
+        : bias(bias), low(low), turn(turns + warp*S::BIAS), at(-2*S::TILE), warp(warp), lane(lane) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            here[e] = make_float2(1.0f, 0.0f);
+            step[e] = kvq_turn_row(bias, S::TILE, bias.list[lane + 32*e]);
+        }
+    }
+    // pos: of this lane's token; factor: of what is written
+    __device__ __forceinline__ void fill(char * tile, const int pos, const float factor) {
+        const int b = lane >> 2, q = lane & 3, base = __shfl_sync(0xFFFFFFFFu, pos, 0);
+        const bool in_a_row = __all_sync(0xFFFFFFFFu, pos == base + b);
+        if (in_a_row) {
+            const bool next = base == at + S::TILE && base/S::TILE % AGAIN != 0;
+            at = base;
+            __syncwarp();
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                here[e] = next ? kvq_turn_on(here[e], step[e]) : kvq_turn(bias, base, bias.list[lane + 32*e]);
+                if (lane + 32*e < S::BIAS) {
+                    turn[lane + 32*e] = make_float2(here[e].x*factor, here[e].y*factor);
+                }
+            }
+            __syncwarp();
+        }
+#pragma unroll
+        for (int c = 0; c < S::BIAS/16; ++c) {
+            uint32_t w[4];
+            if (in_a_row) {
+#pragma unroll
+                for (int k = 0; k < 4; k += 2) {
+                    const float4 x = *(const float4 *) (turn + 16*c + 4*q + k), y = *(const float4 *) (low + b*S::LOW + 16*c + 4*q + k);
+                    const float2 u = kvq_turn_on(make_float2(x.x, x.y), make_float2(y.x, y.y)), v = kvq_turn_on(make_float2(x.z, x.w), make_float2(y.z, y.w));
+                    w[k]     = kvq_pack_half2(u.x, u.y);
+                    w[k + 1] = kvq_pack_half2(v.x, v.y);
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const float2 u = kvq_turn(bias, pos, bias.list[16*c + 4*q + k]);
+                    w[k] = kvq_pack_half2(u.x*factor, u.y*factor);
+                }
+            }
+            *(uint4 *) (tile + c/2*S::PANEL_BYTES + (8*warp + b)*128 + (((4*c + q) ^ b) & 7)*16) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+};
 #endif // KVQ_AMPERE
 
 template <typename S>
@@ -190,20 +258,27 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
     extern __shared__ __align__(16) char smem_any[];
     char * smem = smem_any + ((1024 - (kvq_shared(smem_any) & 1023)) & 1023);     // swizzled panels start at multiples of 1024
     char * ring = smem;                                                    // [STAGES][K tile, V tile]
-    __half * sq = (__half *) (ring + 2*S::STAGES*S::TILE_BYTES);           // [ROWS][SQ]
+    char * turns = ring + 2*S::STAGES*S::TILE_BYTES;                       // [STAGES], with a bias
+    __half * sq = (__half *) (turns + S::STAGES*S::TURN_BYTES);            // [ROWS][SQ]
     const uint32_t full_s = kvq_shared(sq + S::ROWS*S::SQ), empty_s = full_s + 8*S::STAGES;
-    char * raw = (char *) (sq + S::ROWS*S::SQ) + 16*S::STAGES;             // [2][K window], [2][V window]
+    [[maybe_unused]] float2 * low = (float2 *) ((char *) (sq + S::ROWS*S::SQ) + 16*S::STAGES);
+    char * raw = (char *) (sq + S::ROWS*S::SQ) + 16*S::STAGES + S::bias_bytes;     // [2][K window], [2][V window]
     if (warp == 0 && lane < S::STAGES) {
         kvq_barrier_init(full_s + 8*lane, 256);        // every thread of the producers
         kvq_barrier_init(empty_s + 8*lane, 8);         // every warp of the consumers
     }
     kvq_bulk_fence();
+    if constexpr (S::BIAS > 0) {
+        for (int i = warp*32 + lane; i < 8*S::BIAS; i += 512) {
+            low[i/S::BIAS*S::LOW + i % S::BIAS] = kvq_turn_row(a.bias, i/S::BIAS, a.bias.list[i % S::BIAS]);
+        }
+    }
     __syncthreads();
     kvq_pdl_wait();
     kvq_pdl_launch();
 
     if (group < 2) {
-        kvq_fewer_registers<64>();
+        kvq_fewer_registers<(S::BIAS > 0) ? 72 : 64>();
         const kvq_operand & op = group == 0 ? a.k : a.v;
         const int in_group = warp & 3, tid = in_group*32 + lane, bytes = T*op.stride;
         const char * my_raw = raw + (group == 0 ? 0 : 2*T*a.k.stride);
@@ -226,6 +301,15 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
         };
         fetch(tile0);
         fetch(tile0 + 1);
+        // position of this lane's token in a tile; those past the end count on
+        [[maybe_unused]] auto position = [&](const int tile) {
+            const int * pos = (const int *) (a.bias.pos + seq/a.bias.seqs*a.bias.nbp1);
+            const int i = min(tile, tile1 - 1)*T + 8*warp + g, from = i < n_cache*T ? min(i, a.n_kv - 1) : i - n_cache*T + a.n_kv;
+            return max(pos[from], 0) + (i < n_cache*T ? i - from : 0);
+        };
+        using turn_filler = std::conditional_t<(S::BIAS > 0), kvq_turn_filler<S>, kvq_no_turns>;
+        [[maybe_unused]] turn_filler turner(a.bias, low, low + 8*S::LOW, warp, lane);
+        [[maybe_unused]] int pos = S::BIAS > 0 && tile0 < tile1 ? position(tile0) : 0;
         for (int tile = tile0; tile < tile1; ++tile) {
             const int i = tile - tile0, slot = i % S::STAGES;
             if (i >= S::STAGES) {
@@ -242,6 +326,10 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
                 const int64_t nb = group == 0 ? w.nbk1 : w.nbv1;
                 kvq_fill_window<S>(op.store, rows + (tile - n_cache)*T*nb, nb, filled, tid);
             }
+            if constexpr (S::BIAS > 0) {
+                turner.fill(turns + slot*S::TURN_BYTES, pos, tile < n_cache ? 1.0f : kvq_tile_factor(a.k.store));
+                pos = position(tile + 1);
+            }
             kvq_async_fence();
             kvq_barrier_arrive(full_s + 8*slot);
             kvq_producers_sync(group);          // the raw rows are read: their place is free
@@ -250,7 +338,7 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
         return;
     }
 
-    kvq_more_registers<192>();
+    kvq_more_registers<(S::BIAS > 0) ? 184 : 192>();
     const int row0 = blockIdx.x*S::ROWS + (warp - 8)*16;
     // this warp's query rows, rotated when K is, times the logit scale
     const float logit_scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E)*kvq_tile_factor(a.k.store);
@@ -289,6 +377,22 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
         }
     }
 
+    // what this warp's rows meet the turns with
+    [[maybe_unused]] char * meets = (char *) sq + (group - 2)*S::TURN_BYTES;
+    if constexpr (S::BIAS > 0) {
+        kvq_consumers_sync();           // every warp has its queries in registers
+        const float scale = a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E);
+#pragma unroll 4
+        for (int i = lane; i < 16*S::BIAS; i += 32) {
+            const int r = i/S::BIAS, k = i % S::BIAS, row = row0 + r, in_group = (warp & 3)*16 + r;
+            const int tok = row < n_rows ? row/a.gqa : 0, head = head_kv*a.gqa + (row < n_rows ? row % a.gqa : 0);
+            const float2 z = kvq_bias_query(a.bias, seq, tok, head, head_kv, k, row < n_rows ? scale : 0.0f);
+            *(uint32_t *) (meets + k/32*S::PANEL_BYTES + in_group*128 + ((k/4 ^ in_group) & 7)*16 + (k & 3)*4) = kvq_pack_half2(z.x, z.y);
+        }
+        kvq_async_fence();
+        kvq_consumers_sync();
+    }
+
     // this thread's rows g and g + 8 of the warp's 16
     const char * mask_row[2];
     float slope[2], m[2], l[2];
@@ -312,6 +416,14 @@ static __global__ void __launch_bounds__(512, 1) kvq_hopper(const __grid_constan
 #pragma unroll
         for (int s = 0; s < KS; ++s) {
             kvq_wgmma<false>(p, qa[s], kvq_wgmma_matrix(k_tile + s/4*S::PANEL_BYTES + s % 4*32, 1024, 16), s > 0);
+        }
+        if constexpr (S::BIAS > 0) {
+            const uint32_t at = kvq_shared(turns + slot*S::TURN_BYTES), meets_s = kvq_shared(meets);
+#pragma unroll
+            for (int s = 0; s < S::BIAS/8; ++s) {
+                const uint32_t step = s/4*S::PANEL_BYTES + s % 4*32;
+                kvq_wgmma_add(p, kvq_wgmma_matrix(meets_s + step, 1024, 16), kvq_wgmma_matrix(at + step, 1024, 16));
+            }
         }
         kvq_wgmma_commit();
     };

@@ -33,8 +33,8 @@ kvq_fattn_kernel kvq_find_combine(const int dv, const bool v_is_k) {
 }
 
 #ifdef KVQ_HOPPER
-kvq_prefill_entry kvq_find_compiled_hopper(int d);
-kvq_prefill_entry kvq_find_hopper(const int d) { return kvq_find_compiled_hopper(d); }
+kvq_prefill_entry kvq_find_compiled_hopper(int d, int bias_pairs);
+kvq_prefill_entry kvq_find_hopper(const int d, const int bias_pairs) { return kvq_find_compiled_hopper(d, bias_pairs); }
 #else
-kvq_prefill_entry kvq_find_hopper(const int) { return {}; }
+kvq_prefill_entry kvq_find_hopper(const int, const int) { return {}; }
 #endif

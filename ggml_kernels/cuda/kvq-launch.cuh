@@ -23,7 +23,7 @@ struct kvq_launch {
 struct kvq_decode_variant {
     kvq_fattn_kernel kernel;                // null when not compiled
     int tile, stages, q_bytes, blocks;
-    int q16_bytes, bias_bytes, bias_fixed;  // f16 queries of a warp for a window; for a bias, of a warp and of a block
+    int q16_bytes, bias_bytes, bias_fixed;  // f16 queries of a warp for a window; for 16 pairs of a bias, of a warp and of a block
 };
 
 // Kernels for one pair of types and head sizes: index 0 for up to 4 query rows of a KV head, 1 for more.
@@ -31,7 +31,7 @@ struct kvq_decode_entry {
     kvq_decode_variant general[2];
     kvq_decode_variant linear[2];           // for 8 KV heads in packed, aligned rows
     kvq_decode_variant brief[2];            // the same for short contexts, without a combine kernel
-    kvq_decode_variant general_bias[2], linear_bias[2];     // with a key bias
+    kvq_decode_variant general_bias[2], linear_bias[2], brief_bias[2];      // with a key bias
     int v_parts;
 };
 
@@ -49,8 +49,8 @@ kvq_decode_entry  kvq_find_decode (int k_bits, int v_bits, int dk, int dv, bool 
 // Prefill kernels for the head sizes, index 0 the largest tile, KVQ_PREFILL_BIAS with a key bias; kernel is null past the last.
 kvq_prefill_entry kvq_find_prefill(int dk, int dv, bool v_is_k, int index);
 kvq_fattn_kernel  kvq_find_combine(int dv, bool v_is_k);
-// Prefill kernel for compute capability 9.0 and this head size of K and V; kernel is null when none is compiled.
-kvq_prefill_entry kvq_find_hopper(int d);
+// Prefill kernel for compute capability 9.0, this head size of K and V and pairs of a bias; kernel is null when none is compiled.
+kvq_prefill_entry kvq_find_hopper(int d, int bias_pairs);
 
 // Values per block that a head of this size uses, as the cache picks it; 0 when none divides.
 static inline int kvq_head_block(const int d) {
@@ -90,7 +90,16 @@ static constexpr int KVQ_SHORT_TILES = 16, KVQ_SHORT_WINDOW = 1024;
 
 // Shared memory behind the stages: what a window and a bias need for `slots` warps with query rows of their own.
 static inline size_t kvq_decode_extra(const kvq_fattn_args & a, const kvq_decode_variant & e, const int slots) {
-    return size_t(slots)*((a.window.n > 0 ? e.q16_bytes : 0) + (a.bias.pairs > 0 ? e.bias_bytes : 0)) + (a.bias.pairs > 0 ? e.bias_fixed : 0);
+    return size_t(slots)*((a.window.n > 0 ? e.q16_bytes : 0) + a.bias.chunks*e.bias_bytes) + a.bias.chunks*e.bias_fixed;
+}
+
+// Names the n pairs that carry the bias.
+static inline void kvq_set_pairs(kvq_bias_args & bias, const uint8_t * pairs, const int n) {
+    bias.n = n;
+    bias.chunks = (n + 15)/16;
+    for (int i = 0; i < KVQ_BIAS_PAIRS; ++i) {
+        bias.list[i] = pairs[i < n ? i : 0];
+    }
 }
 
 // Eight KV heads in one block, their tokens' rows packed, whole tiles, a mask whose rows allow 16-byte copies.
@@ -98,16 +107,16 @@ static inline bool kvq_plan_decode_linear(kvq_fattn_args & a, const kvq_decode_e
     auto run_of_rows = [](const kvq_operand & o) {
         return o.nb2 == o.bytes && o.nb1 == 8*o.bytes && o.nb3 % 16 == 0 && (uintptr_t) o.data % 16 == 0;
     };
-    const kvq_decode_variant & brief = pair.brief[size];
-    const bool is_short = brief.kernel && dev.clusters && a.bias.pairs == 0 && a.n_kv <= KVQ_SHORT_TILES*brief.tile && a.n_kv % brief.tile == 0 &&
-        a.window.n <= KVQ_SHORT_WINDOW;
-    const kvq_decode_variant & e = is_short ? brief : a.bias.pairs > 0 ? pair.linear_bias[size] : pair.linear[size];
+    const bool bias = a.bias.chunks > 0;
+    const kvq_decode_variant & brief = bias ? pair.brief_bias[size] : pair.brief[size];
+    const bool is_short = brief.kernel && dev.clusters && a.n_kv <= KVQ_SHORT_TILES*brief.tile && a.n_kv % brief.tile == 0 && a.window.n <= KVQ_SHORT_WINDOW;
+    const kvq_decode_variant & e = is_short ? brief : bias ? pair.linear_bias[size] : pair.linear[size];
     if (!e.kernel || a.v_is_k || a.n_head_kv != 8 || a.n_kv % e.tile != 0 || !run_of_rows(a.k) || !run_of_rows(a.v) ||
-        (a.mask && (a.nbm1 % 16 != 0 || a.nbm3 % 16 != 0 || (uintptr_t) a.mask % 16 != 0))) {
+        (a.mask && (a.nbm1 % 16 != 0 || a.nbm3 % 16 != 0 || (uintptr_t) a.mask % 16 != 0)) || (bias && (a.bias.nbp1 % 16 != 0 || (uintptr_t) a.bias.pos % 16 != 0))) {
         return false;
     }
     a.mask_rows = a.mask ? a.n_tok : 0;
-    out.smem = size_t(e.stages)*e.tile*(a.k.nb1 + a.v.nb1 + 2*a.mask_rows) + 128 + kvq_decode_extra(a, e, 8);
+    out.smem = size_t(e.stages)*e.tile*(a.k.nb1 + a.v.nb1 + 2*a.mask_rows + (bias ? 4 : 0)) + 128 + kvq_decode_extra(a, e, 8);
     if (out.smem > dev.smem_block) {
         return false;
     }
@@ -134,7 +143,7 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
     }
     const kvq_decode_entry pair = kvq_find_decode(a.k.store, a.v.store, dk, dv, a.v_is_k);
     const int n_rows = a.gqa*a.n_tok, size = n_rows > 4, rows = size ? 8 : 4;
-    const kvq_decode_variant & e = a.bias.pairs > 0 ? pair.general_bias[size] : pair.general[size];
+    const kvq_decode_variant & e = a.bias.chunks > 0 ? pair.general_bias[size] : pair.general[size];
     if (!e.kernel) {
         return false;
     }
@@ -151,7 +160,7 @@ static inline bool kvq_plan_decode(kvq_fattn_args & a, const int dk, const int d
         kvq_set_window(a.k, heads);
         kvq_set_window(a.v, heads);
         return size_t(heads*a.row_groups*(e.q_bytes + 32)) + 16 +
-            size_t(e.stages)*e.tile*slices*(a.k.stride + (a.v_is_k ? 0 : a.v.stride)) + 128 + kvq_decode_extra(a, e, heads*a.row_groups);
+            size_t(e.stages)*e.tile*slices*(a.k.stride + (a.v_is_k ? 0 : a.v.stride) + (a.bias.chunks > 0 ? 4 : 0)) + 128 + kvq_decode_extra(a, e, heads*a.row_groups);
     };
     // as many heads as there are warps for them: neighbouring heads share sectors of memory
     const size_t limit = dev.smem_sm/e.blocks - 1024 < dev.smem_block ? dev.smem_sm/e.blocks - 1024 : dev.smem_block;
@@ -220,7 +229,7 @@ static inline void kvq_set_prefill(kvq_fattn_args & a, const kvq_prefill_entry &
 static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int dv, const kvq_device & dev, kvq_launch & out) {
     kvq_set_window(a.k, 1);
     kvq_set_window(a.v, 1);
-    const kvq_prefill_entry hopper = dev.wgmma && dk == dv && !a.v_is_k && !a.bias.pairs > 0 ? kvq_find_hopper(dk) : kvq_prefill_entry {};
+    const kvq_prefill_entry hopper = dev.wgmma && dk == dv && !a.v_is_k ? kvq_find_hopper(dk, a.bias.n) : kvq_prefill_entry {};
     if (hopper.kernel && 4*a.gqa*a.n_tok >= 3*hopper.rows) {
         out.smem = hopper.fixed_bytes + size_t(2)*hopper.tile*(a.k.stride + a.v.stride) + 128;
         if (out.smem <= dev.smem_block) {
@@ -229,7 +238,7 @@ static inline bool kvq_plan_prefill(kvq_fattn_args & a, const int dk, const int 
             return true;
         }
     }
-    for (int i = a.bias.pairs > 0 ? KVQ_PREFILL_BIAS : 0; ; ++i) {
+    for (int i = a.bias.chunks > 0 ? KVQ_PREFILL_BIAS : 0; ; ++i) {
         const kvq_prefill_entry e = kvq_find_prefill(dk, dv, a.v_is_k, i);
         if (!e.kernel) {
             return false;

@@ -192,13 +192,14 @@ template <int D, int TILE, int THREADS, int SD> static __device__ __forceinline_
     }
 }
 
-// Cosines and sines of the positions of n tokens behind their keys, times factor; a padded pair and a token past the end are zero.
-template <int DK, int NR, int TILE, int THREADS, int SD> static __device__ __forceinline__ void kvq_fill_turns(
+// Cosines and sines of the positions of n tokens behind their keys, times factor; a token past the end is zero.
+template <int DK, int TILE, int THREADS, int SD> static __device__ __forceinline__ void kvq_fill_turns(
         const kvq_bias_args & bias, const int * pos, const int n, const float factor, __half * tile, const int tid) {
-    for (int i = tid; i < TILE*(NR/2); i += THREADS) {
-        const int tok = i/(NR/2), pair = i % (NR/2);
-        const float2 cs = tok < n && pair < bias.pairs ? kvq_turn(bias, max(pos[tok], 0), pair) : make_float2(0.0f, 0.0f);
-        *(__half2 *) (tile + tok*SD + DK + 2*pair) = __floats2half2_rn(cs.x*factor, cs.y*factor);
+    const int pairs = (bias.n + 7)/8*8;
+    for (int i = tid; i < TILE*pairs; i += THREADS) {
+        const int tok = i/pairs, k = i % pairs;
+        const float2 cs = tok < n ? kvq_turn(bias, max(pos[tok], 0), bias.list[k]) : make_float2(0.0f, 0.0f);
+        *(__half2 *) (tile + tok*SD + DK + 2*k) = __floats2half2_rn(cs.x*factor, cs.y*factor);
     }
 }
 
@@ -296,7 +297,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
         }
         if constexpr (S::NR > 0) {
             const int * pos = (const int *) (a.bias.pos + seq/a.bias.seqs*a.bias.nbp1) + (tile < n_cache ? tile*T : a.n_kv + (tile - n_cache)*T);
-            kvq_fill_turns<S::DK, S::NR, T, THREADS, S::SK>(a.bias, pos, tile < n_cache ? a.n_kv - tile*T : T, tile < n_cache ? 1.0f : kvq_tile_factor(a.k.store), k_tile, tid);
+            kvq_fill_turns<S::DK, T, THREADS, S::SK>(a.bias, pos, tile < n_cache ? a.n_kv - tile*T : T, tile < n_cache ? 1.0f : kvq_tile_factor(a.k.store), k_tile, tid);
         }
     };
 
@@ -334,7 +335,7 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
         }
         if constexpr (S::NR > 0) {
             const float scale = row < n_rows ? a.scale*(a.softcap != 0.0f ? 1.0f : KVQ_LOG2E) : 0.0f;
-            for (int i = lane; i < S::NR/2; i += 32) {
+            for (int i = lane; i < (a.bias.n + 7)/8*8; i += 32) {
                 const float2 z = kvq_bias_query(a.bias, seq, tok, head, head_kv, i, scale);
                 *(__half2 *) (out + S::DK + 2*i) = __floats2half2_rn(z.x, z.y);
             }
@@ -412,7 +413,11 @@ static __global__ void __launch_bounds__(32*S::WARPS, 1) kvq_prefill(const __gri
             load_k(0, 0);
 #pragma unroll
             for (int s = 0; s < KS; ++s) {
-                if (s + 1 < KS) {
+                auto in_use = [&](const int s) { return s < S::DK/16 || (s < KS && s < S::DK/16 + (a.bias.n + 7)/8); };
+                if (!in_use(s)) {
+                    break;
+                }
+                if (in_use(s + 1)) {
                     load_k(s + 1, (s + 1) & 1);
                 }
 #pragma unroll

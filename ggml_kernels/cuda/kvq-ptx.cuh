@@ -183,6 +183,14 @@ template <bool TRANS> static __device__ __forceinline__ void kvq_wgmma(float (&d
         : KVQ_F8(d, 0), KVQ_F8(d, 8), KVQ_F8(d, 16), KVQ_F8(d, 24), KVQ_F8(d, 32), KVQ_F8(d, 40), KVQ_F8(d, 48), KVQ_F8(d, 56)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS ? 1 : 0));
 }
+// d += a b: 64 rows, 64 columns, 16 deep; both in shared memory
+static __device__ __forceinline__ void kvq_wgmma_add(float (&d)[32], const uint64_t a, const uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, 1, 1, 1, 0, 0;"
+        : KVQ_F8(d, 0), KVQ_F8(d, 8), KVQ_F8(d, 16), KVQ_F8(d, 24)
+        : "l"(a), "l"(b));
+}
 #undef KVQ_F8
 
 // stores to shared memory so far come before what the tensor cores and the copy engine do next
@@ -205,6 +213,10 @@ static __device__ __forceinline__ void kvq_producers_sync(const int group) {
     } else {
         asm volatile("bar.sync 2, 128;" ::: "memory");
     }
+}
+// the threads of both consuming warpgroups
+static __device__ __forceinline__ void kvq_consumers_sync() {
+    asm volatile("bar.sync 3, 256;" ::: "memory");
 }
 #endif // sm_90a
 

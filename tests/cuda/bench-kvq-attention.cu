@@ -81,7 +81,7 @@ struct problem {
     float softcap, max_bias;
     int n_window = 0;                                   // rows of an f16 window
     bool cache_hidden = false, window_hidden = false;   // in full
-    int n_rot = 0;                                      // values that a key bias turns; 0 without one
+    int n_rot = 0, n_pairs = 0;                         // values that a key bias turns, 0 without one; pairs that carry it, 0: all
     bool interleaved = false, in_a_row = true;          // pairs of the bias; positions of the tokens
 };
 
@@ -151,6 +151,12 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
     std::vector<int> pos(p.n_rot ? size_t(n_pos)*p.n_seq : 0);
     for (float & x : bq)   { x = gauss(rng); }
     for (float & x : bias) { x = 2.0f*gauss(rng); }
+    // every 1st, 2nd, 3rd, ... pair; b is zero elsewhere
+    auto carries = [&](const int i) { return p.n_pairs == 0 || i % (p.n_rot/2/p.n_pairs) == 0; };
+    for (size_t i = 0; i < bias.size(); ++i) {
+        const int x = int(i % p.dk), pair = p.interleaved ? x/2 : x % (p.n_rot/2);
+        bias[i] = x < p.n_rot && carries(pair) ? bias[i] : 0.0f;
+    }
     auto angle = [&](const int i, const int at) { return at*pow(10000.0, -2.0*i/p.n_rot); };
     for (int r = 0; r < n_trig && p.n_rot; ++r) {
         for (int i = 0; i < p.n_rot/2; ++i) {
@@ -220,6 +226,12 @@ static double run(const problem & p, const int sets, const int check_rows, doubl
         b.pos = upload(pos.data(), pos.size()*4);
         b.nbq2 = a.nbq2; b.nbq1 = a.nbq1; b.nbq3 = a.nbq3; b.nbb1 = p.dk*4; b.nbt1 = p.n_rot*4; b.nbp1 = n_pos*4;
         b.pairs = p.n_rot/2; b.steps = n_trig - 256; b.seqs = 1; b.interleaved = p.interleaved;
+        uint8_t list[KVQ_BIAS_PAIRS];
+        int n = 0;
+        for (int i = 0; i < b.pairs && n < KVQ_BIAS_PAIRS; ++i) {
+            if (carries(i)) { list[n++] = uint8_t(i); }
+        }
+        kvq_set_pairs(b, list, n);
     }
     a.scale = 1.0f/sqrtf(float(p.dk)); a.softcap = p.softcap; a.max_bias = p.max_bias;
     if (p.softcap != 0.0f) { a.scale /= p.softcap; }

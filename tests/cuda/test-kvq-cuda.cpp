@@ -245,14 +245,15 @@ struct attention {
     bool cache_hidden = false, window_hidden = false;   // in full
     int  n_rot = 0;                                     // values that a key bias turns; 0 without one
     int  n_pairs = 0;                                   // of frequencies that carry it; 0: all
-    bool interleaved = false, in_a_row = true;          // pairs of the bias; positions of the tokens
+    bool interleaved = false;                           // pairs of the bias
+    enum { ONE_BREAK, IN_A_ROW, FOUR_SEQUENCES, NO_ORDER } places = ONE_BREAK;     // positions of the tokens; sequences that share a cache
 };
 
 static std::string text(const attention & p) {
     char s[384];
     snprintf(s, sizeof(s), "%s/%s d %d/%d kv heads %d gqa %d tokens %d seqs %d n_kv %d window %d%s%s bias %d%s%s%s%s%s%s%s%s", ggml_type_name(p.tk), ggml_type_name(p.tv), p.dk, p.dv, p.heads_kv,
         p.gqa, p.tokens, p.seqs, p.n_kv, p.n_window, p.cache_hidden ? " cache hidden" : "", p.window_hidden ? " window hidden" : "", p.n_rot, p.n_pairs ? (" in " + std::to_string(p.n_pairs) + " pairs").c_str() : "",
-        p.interleaved ? " interleaved" : "", p.in_a_row ? "" : " scattered", p.mask ? " mask" : "", p.sinks ? " sinks" : "", p.v_is_k ? " V in K" : "", p.softcap != 0 ? " softcap" : "", p.max_bias > 0 ? " alibi" : "");
+        p.interleaved ? " interleaved" : "", p.places == p.IN_A_ROW ? " in a row" : p.places == p.FOUR_SEQUENCES ? " four sequences" : p.places == p.NO_ORDER ? " scattered" : "", p.mask ? " mask" : "", p.sinks ? " sinks" : "", p.v_is_k ? " V in K" : "", p.softcap != 0 ? " softcap" : "", p.max_bias > 0 ? " alibi" : "");
     return s;
 }
 
@@ -311,8 +312,9 @@ static void make_parts(const attention & p, attention_data & d) {
         const int cells = p.n_kv + p.n_window;
         d.pos.resize(size_t(4)*cells*p.seqs);
         for (int i = 0; i < cells*p.seqs; ++i) {
-            // one break in the row, and positions in no order
-            ((int32_t *) d.pos.data())[i] = !p.in_a_row ? int(rng() % 16000) : i % cells + (i % cells > cells/3 ? 40 : 3000);
+            const int c = i % cells;
+            ((int32_t *) d.pos.data())[i] = p.places == p.NO_ORDER ? int(rng() % 16000) : p.places == p.FOUR_SEQUENCES ? c/4 + 1111*(c % 4) :
+                c + (p.places == p.IN_A_ROW ? 100 : c > cells/3 ? 40 : 3000);
         }
     }
 }
@@ -588,7 +590,7 @@ static void check_biases(const bool quick) {
     auto B = [](attention p, const int n_rot, const int n_window, const int n_pairs = 0) {
         p.n_rot = n_rot; p.n_window = n_window; p.n_pairs = n_pairs;
         check_attention(p);
-        p.in_a_row = false;
+        p.places = p.NO_ORDER;
         p.interleaved = true;
         check_attention(p);
     };
@@ -599,6 +601,7 @@ static void check_biases(const bool quick) {
         B(P(3, 3, 64, 2, 7, 1, 1, 200), 64, 64, 16);
         B(P(2, 2, 128, 2, 6, 1, 1, 256), 128, 0, 8);
         B(P(4, 4, 128, 2, 6, 40, 1, 133), 128, 64, 24);
+        B(P(2, 2, 128, 8, 4, 2, 1, 640), 128, 64, 40);
         return;
     }
     // the shapes of Qwen2: 0.5B, 1.5B, 7B, 72B
@@ -619,6 +622,21 @@ static void check_biases(const bool quick) {
             B(P(3, 3, d, 2, 2, tokens, 2, 261), std::min(d, 256), 64);
             B(P(OSCAR2, 2, d, 2, 3, tokens, 1, 261), d/2, 64);
             B(P(2, 16, d, 2, 2, tokens, 1, 261), 24, 64);
+        }
+    }
+    // the kernels for 8 KV heads of whole tiles, and where tokens of several sequences stand between each other
+    for (const int n_kv : { 64, 256, 512, 1024, 4096 }) {
+        for (const int tokens : { 1, 2, 40 }) {
+            for (const int s : { 2, 3, 4, OSCAR2 }) {
+                for (const int n_pairs : { 16, 20, 0 }) {
+                    attention p = P(s, s == OSCAR2 ? 2 : s, 128, 8, 4, tokens, n_kv > 1000 ? 1 : 2, n_kv);
+                    p.n_rot = 128; p.n_pairs = n_pairs; p.n_window = n_kv == 256 ? 0 : 320;
+                    p.places = p.IN_A_ROW;       check_attention(p);
+                    p.places = p.FOUR_SEQUENCES; check_attention(p);
+                    attention x = P(s, s == OSCAR2 ? 2 : s, 64, 8, 3, tokens, 1, n_kv);
+                    x.n_rot = 64; x.n_pairs = n_pairs; x.places = x.FOUR_SEQUENCES; check_attention(x);
+                }
+            }
         }
     }
     // some of the pairs
@@ -806,9 +824,9 @@ static double seconds_of(const ggml_backend_t backend, const std::function<ggml_
     return times[times.size()/2];
 }
 
-static void time_attention(const ggml_type tk, const ggml_type tv, const int tokens, const int seqs, const int n_kv, const double copy_rate, const int n_window = 0, const int n_rot = 0) {
+static void time_attention(const ggml_type tk, const ggml_type tv, const int tokens, const int seqs, const int n_kv, const double copy_rate, const int n_window = 0, const int n_pairs = 0, const bool broken = false) {
     attention p;
-    p.n_window = n_window; p.n_rot = n_rot;
+    p.n_window = n_window; p.n_rot = n_pairs ? 128 : 0; p.n_pairs = n_pairs; p.places = broken ? p.ONE_BREAK : p.IN_A_ROW;
     p.tk = tk; p.tv = tv; p.dk = p.dv = 128; p.heads_kv = 8; p.gqa = 4; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
     attention_data d;
     d.q = gaussian(size_t(p.dk)*32*tokens*seqs, 2.0f);
@@ -828,8 +846,8 @@ static void time_attention(const ggml_type tk, const ggml_type tv, const int tok
     const double bytes_read = double(ggml_row_size(tk, 1024) + ggml_row_size(tv, 1024))*n_kv*seqs;
     const int copies = tokens > 64 ? 1 : std::max(2, std::min(16, int(5e8/bytes_read)));
     const double s = seconds_of(gpu, [&](graph_build & b, int) { return build_attention(p, d, b); }, copies, tokens > 64 ? 5 : 15);
-    printf("attention %-8s %-8s tokens %3d seqs %d n_kv %6d window %4d bias %3d: %9.1f us %6.0f GB/s = %4.1f %% of copy %6.1f TFLOP/s\n", ggml_type_name(tk), ggml_type_name(tv), tokens, seqs, n_kv,
-        n_window, n_rot, s*1e6, bytes_read/s*1e-9, 100.0*bytes_read/s/copy_rate, 4.0*32*128*double(n_kv)*tokens*seqs/s*1e-12);
+    printf("attention %-8s %-8s tokens %3d seqs %d n_kv %6d window %4d bias pairs %2d%s: %9.1f us %6.0f GB/s = %4.1f %% of copy %6.1f TFLOP/s\n", ggml_type_name(tk), ggml_type_name(tv), tokens, seqs, n_kv,
+        n_window, n_pairs, broken ? " with a break" : "", s*1e6, bytes_read/s*1e-9, 100.0*bytes_read/s/copy_rate, 4.0*32*128*double(n_kv)*tokens*seqs/s*1e-12);
     fflush(stdout);
 }
 
@@ -864,22 +882,22 @@ static void time_transforms() {
     }
 }
 
-// what an f16 window of 64 + 256 rows and a key bias add
+// what an f16 window of 64 + 256 rows and a key bias add, in a quarter of the pairs and in all
 static void time_parts() {
     const double rate = time_copy();
-    const int parts[4][2] = { { 0, 0 }, { 320, 0 }, { 0, 128 }, { 320, 128 } };
+    const int parts[6][2] = { { 0, 0 }, { 320, 0 }, { 0, 16 }, { 320, 16 }, { 0, 64 }, { 320, 64 } };
     for (const ggml_type t : { GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 }) {
-        for (const int n_kv : { 256, 4096, 32768, 131072 }) {
+        auto time_all_parts = [&](const int tokens, const int seqs, const int n_kv) {
             for (const auto & part : parts) {
-                time_attention(t, kvq_value_type(t), 1, 1, n_kv, rate, part[0], part[1]);
+                time_attention(t, kvq_value_type(t), tokens, seqs, n_kv, rate, part[0], part[1]);
             }
+            time_attention(t, kvq_value_type(t), tokens, seqs, n_kv, rate, 0, 16, true);
+        };
+        for (const int n_kv : { 256, 4096, 32768, 131072 }) {
+            time_all_parts(1, 1, n_kv);
         }
-        for (const auto & part : parts) {
-            time_attention(t, kvq_value_type(t), 1, 8, 32768, rate, part[0], part[1]);
-        }
-        for (const auto & part : parts) {
-            time_attention(t, kvq_value_type(t), 512, 1, 32768, rate, part[0], part[1]);
-        }
+        time_all_parts(1, 8, 32768);
+        time_all_parts(512, 1, 32768);
     }
 }
 

@@ -32,6 +32,7 @@ static inline void kvq_bulk_wait(uint32_t barrier, int parity)      { cuda_host:
 static inline void kvq_barrier_init(uint32_t barrier, int count)    { cuda_host::barrier_init(barrier, count); }
 static inline void kvq_barrier_arrive(uint32_t barrier)             { cuda_host::barrier_arrive(barrier, 0); }
 static inline void kvq_producers_sync(int group, KVQ_HOST_HERE)     { cuda_host::sync_named(1 + group, 128, where); }
+static inline void kvq_consumers_sync(KVQ_HOST_HERE)                { cuda_host::sync_named(3, 256, where); }
 static inline void kvq_async_fence()                                { cuda_host::async_fence(); }
 static inline void kvq_prefetch_l2(const void *) {}
 template <int N> static inline void kvq_fewer_registers() {}
@@ -64,3 +65,4 @@ static inline uint64_t kvq_wgmma_matrix(uint32_t address, uint32_t rows, uint32_
 template <bool TRANS, int N> static inline void kvq_wgmma(float (&d)[N], const uint32_t (&a)[4], uint64_t b, int add) {
     cuda_host::matrix_product(d, 2*N, a, b, add != 0, TRANS);
 }
+static inline void kvq_wgmma_add(float (&d)[32], uint64_t a, uint64_t b) { cuda_host::matrix_product(d, 64, a, b); }

@@ -20,7 +20,7 @@ static constexpr int CLUSTER = 8, NAMED = 16;
 enum state { READY, WAITING, DONE };
 
 struct copy { uint32_t dst; const void * src; int bytes; bool real; };
-struct product { float * d; int columns; uint32_t a[4]; uint64_t b; bool add, transposed; };
+struct product { float * d; int columns; uint32_t a[4]; uint64_t rows, b; bool add, transposed; };     // a, or where the 64 rows are
 
 struct warp;
 struct block;
@@ -528,7 +528,18 @@ static uint32_t operand_address(const product & p, const int column, const int k
     return at ^ (at >> 7 & 7) << 4;
 }
 
+// byte of element (row, k) of the wide operand, in shared memory
+static uint32_t row_address(const product & p, const int row, const int k) {
+    const uint32_t start = uint32_t(p.rows & 0x3FFF) << 4, rows = uint32_t(p.rows >> 32 & 0x3FFF) << 4, at = start + row/8*rows + row%8*128 + 2*k;
+    return at ^ (at >> 7 & 7) << 4;
+}
+
 static void touch(const product & p) {
+    for (int r = 0; p.rows && r < 16; ++r) {
+        for (int k = 0; k < 16; k += 8) {
+            shared_access(shared_pointer(row_address(p, self().index/32%4*16 + r, k)), 16, PROXY_LOAD);
+        }
+    }
     // 8 values in a row are 16 bytes, whatever the swizzle
     for (int c = 0; c < p.columns; c += p.transposed ? 8 : 1) {
         for (int k = 0; k < 16; k += p.transposed ? 1 : 8) {
@@ -538,7 +549,15 @@ static void touch(const product & p) {
 }
 
 void matrix_product(float * d, const int columns, const uint32_t * a, const uint64_t b, const bool add, const bool transposed) {
-    product p = { d, columns, { a[0], a[1], a[2], a[3] }, b, add, transposed };
+    product p = { d, columns, { a[0], a[1], a[2], a[3] }, 0, b, add, transposed };
+    if (lane() == 0) {
+        touch(p);
+    }
+    self().products.push_back(p);
+}
+
+void matrix_product(float * d, const int columns, const uint64_t a, const uint64_t b) {
+    product p = { d, columns, {}, a, b, true, false };
     if (lane() == 0) {
         touch(p);
     }
@@ -558,6 +577,11 @@ static void multiply(const product * const * lanes) {
     for (int l = 0; l < 32; ++l) {
         for (int i = 0; i < 8; ++i) {
             rows[l/4 + 8*(i/2 & 1)][2*(l%4) + 8*(i/4) + (i & 1)] = value(lanes[l]->a[i/2], i & 1);
+        }
+    }
+    for (int r = 0; p.rows && r < 16; ++r) {
+        for (int k = 0; k < 16; ++k) {
+            rows[r][k] = half_values[*(const uint16_t *) shared_pointer(row_address(p, self().index/32%4*16 + r, k))];
         }
     }
     for (int c = 0; c < p.columns; ++c) {

@@ -46,6 +46,7 @@ void bulk_copy(uint32_t dst, const void * src, int bytes, uint32_t barrier);
 void async_fence();
 
 void matrix_product(float * d, int columns, const uint32_t * a, uint64_t b, bool add, bool transposed);      // runs when it is waited for
+void matrix_product(float * d, int columns, uint64_t a, uint64_t b);        // the same, added, of 64 rows in shared memory
 void commit_products();
 void wait_products(int groups_left, int where);
 
