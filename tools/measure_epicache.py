@@ -263,7 +263,7 @@ def run_epicache(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
         ran: list[int] = []
         builder = Builder(context, capture, Plan(budget, block, layers, shared=shared), ran.append)
         keeper = Keeper(builder, encode, talk.closing(INSTRUCTION), lambda text: setup.model.tokenize(text, bos=False), settings)
-        memory, built, ran = built_memory(setup, run, keeper, talk, (id(talk), budget, block, run.kv), ran)
+        memory, built, tokens = built_memory(setup, run, keeper, talk, (id(talk), budget, block, run.kv), ran)
         end = len(talk.history)
 
         def prepare(question: str, suffix: list[int]) -> int:
@@ -272,7 +272,7 @@ def run_epicache(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
             else:
                 builder.restore(keeper.recall(memory, *keeper.match(memory, question), end).state)
             return end
-        return {**score(setup, run, context, talk, prepare), "build_s": built, "build_tokens": sum(ran), "n_episodes": len(memory.episodes),
+        return {**score(setup, run, context, talk, prepare), "build_s": built, "build_tokens": tokens, "n_episodes": len(memory.episodes),
                 "peak_bytes": bytes_of(context, cells + block + (0 if run.method == "epicache" else settings.prompt)), "stored_bytes": memory.bytes,
                 "is_shared": shared, "encoder": name, "block": block, "layer_tokens": [min(layers), max(layers)] if layers else None}
 
@@ -288,8 +288,8 @@ def built_memory(setup: Setup, run: Run, keeper: Keeper, talk: Talk, key, ran: l
         return memory, *known[1:]
     built = time.perf_counter() - began
     if run.method == "epicache":
-        setup.archives[key] = memory.archive, built, ran
-    return memory, built, ran
+        setup.archives[key] = memory.archive, built, sum(ran)
+    return memory, built, sum(ran)
 
 
 RUN = {"full": run_full, "window": run_window, "retrieval": run_retrieval, "global": run_epicache, "episode": run_epicache, "epicache": run_epicache}
@@ -360,7 +360,11 @@ def main() -> None:
         try:
             for run, (number, talk) in product(runs, enumerate(talks)):
                 setup.check()
-                row = RUN[run.method](setup, run, talk, len(talk.history) // (1 if run.method == "full" else run.fraction))
+                try:
+                    row = RUN[run.method](setup, run, talk, len(talk.history) // (1 if run.method == "full" else run.fraction))
+                except (ValueError, RuntimeError, MemoryError) as error:          # the other rows still count
+                    print(f"{run}: {error}", file=sys.stderr, flush=True)
+                    continue
                 told = {"model": args.model.stem, "talk": number, "history": len(talk.history), "stored_bytes": 0, **row, "run": vars(run)}
                 print(line := json.dumps(told), flush=True)
                 if args.output:

@@ -56,10 +56,15 @@ def joined(states: Sequence[SequenceState]) -> SequenceState:
 
 def latest(state: SequenceState, n: int) -> SequenceState:
     """The rows of the n last positions, ascending; copied, so that the whole state's bytes can go."""
-    return _part(state, np.argsort(state.positions, kind="stable")[-n:])
+    return _taken(state, np.argsort(state.positions, kind="stable")[-n:])
 
 
 def _part(state: SequenceState, cells: np.ndarray) -> SequenceState:
-    def rows(all_: tuple[Rows, ...]) -> tuple[Rows, ...]:
-        return tuple(Rows(r.type, r.data[cells]) for r in all_)
+    """Cells that ascend; not copied when they are all."""
+    return state if len(cells) == len(state.positions) else _taken(state, cells)
+
+
+def _taken(state: SequenceState, cells: np.ndarray) -> SequenceState:
+    def rows(parts: Sequence[Rows]) -> tuple[Rows, ...]:
+        return tuple(Rows(r.type, r.data[cells]) for r in parts)
     return SequenceState(state.positions[cells], rows(state.keys), rows(state.values))
