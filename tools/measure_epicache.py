@@ -19,6 +19,7 @@ Keys, several values of one joined by "+" for a row each:
   fraction   the budget is the history divided by it (4)              kv        cache type (f16)
   episodes   their number (chosen)                                    encoder   minilm, model, a GGUF file (auto)
   reach      times the budget that is looked through (8)              around    tokens that stay together (7); 0: segments nearest
+  by         max, mean: of the attention of a question's tokens (max)
   block      tokens between two evictions (budget / 2)                layers    code, paper: layer budgets (none)
   prompt     most tokens of an episode's prompt (256)                 per       episodes that a question may read (2)
   shared     1: all layers and heads keep the same tokens (0)         answers   0: no F1 (1)
@@ -74,6 +75,7 @@ class Run:
     encoder: str = "auto"
     reach: float = 8.0
     around: int = 7
+    by: str = "max"
     block: int = 0
     layers: str = ""
     prompt: int = 256
@@ -248,7 +250,7 @@ def run_retrieval(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
 def run_epicache(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
     name, encode = setup.encoder(run.encoder)
     block, n = min(run.block or max(32, budget // 2), len(talk.history)), 1 if run.method == "global" else run.episodes or None
-    settings = Settings(prompt=run.prompt, episodes=n, reach=run.reach, around=run.around, per_question=run.per,
+    settings = Settings(prompt=run.prompt, episodes=n, reach=run.reach, around=run.around, by=run.by, per_question=run.per,
                         recall="question" if run.method == "epicache" else "episode")
     layers = None
     if run.layers:
@@ -310,20 +312,19 @@ def table(path: Path) -> str:
     shown, groups = [f.name for f in fields(Run)], {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        groups.setdefault(tuple(row["run"][name] for name in shown), []).append(row)
+        groups.setdefault((row["model"], *(row["run"][name] for name in shown)), []).append(row)
 
     def mean(rows: list[dict], name: str) -> float:
         return sum(r[name] * r["questions"] for r in rows) / sum(r["questions"] for r in rows)
-    whole = {talk: row["log_p"] for rows in groups.values() for row in rows if row["run"]["method"] == "full" and row["run"]["kv"] == "f16"
-             for talk in [row["talk"]]}
-    out = ["| method | keys | questions | log p | to full | F1 | peak cache | stored | build | to first token |", "|---|---|---|---|---|---|---|---|---|---|"]
-    for key, rows in groups.items():
+    whole = {(r["model"], r["talk"]): r["log_p"] for rows in groups.values() for r in rows if r["run"]["method"] == "full" and r["run"]["kv"] == "f16"}
+    out = ["| model | method | keys | questions | log p | to full | F1 | peak cache | stored | build | to first token |", "|---|---|---|---|---|---|---|---|---|---|---|"]
+    for (model, *key), rows in groups.items():
         run = dict(zip(shown, key))
         keys = ", ".join(f"{f.name} {run[f.name]}" for f in fields(Run) if f.name not in ("method", "answers") and run[f.name] != f.default)
-        known = [r for r in rows if r["talk"] in whole]
-        to_full = f"{(mean(known, 'log_p') / mean([{**r, 'log_p': whole[r['talk']]} for r in known], 'log_p') - 1):+.1%}" if known else ""
+        known = [r for r in rows if (model, r["talk"]) in whole]
+        to_full = f"{(mean(known, 'log_p') / mean([{**r, 'log_p': whole[model, r['talk']]} for r in known], 'log_p') - 1):+.1%}" if known else ""
         f1_ = f"{mean(rows, 'f1'):.3f}" if rows[0]["f1"] is not None else ""
-        out.append(f"| {run['method']} | {keys} | {sum(r['questions'] for r in rows)} | {mean(rows, 'log_p'):.3f} | {to_full} | {f1_} | "
+        out.append(f"| {model} | {run['method']} | {keys} | {sum(r['questions'] for r in rows)} | {mean(rows, 'log_p'):.3f} | {to_full} | {f1_} | "
                    f"{mean(rows, 'peak_bytes') / 2**20:.1f} MiB | {mean(rows, 'stored_bytes') / 2**20:.1f} MiB | {mean(rows, 'build_s'):.2f} s | "
                    f"{mean(rows, 'first_token_s'):.3f} s |")
     return "\n".join(out)

@@ -10,10 +10,11 @@ from pykvq.epicache.rows import values
 from pykvq.epicache.state import Rows, SequenceState
 
 
-def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndarray, by: str = "max") -> np.ndarray:
     """Float32 [heads_kv, cells]: the largest softmax weight that any query head of the group gives to the cell at any prompt token.
 
-    keys: float32 [cells, heads_kv, d]; the softmax runs over the cells alone (arXiv 2509.17396, section 3; the maximum is not a mean).
+    by: "mean" for the mean weight instead; the published score is the maximum (arXiv 2509.17396, section 3). keys: float32 [cells, heads_kv, d]; the
+    softmax runs over the cells alone.
     positions: int [cells], read only where the keys lack a bias.
     """
     cells, heads_kv, d = keys.shape
@@ -27,15 +28,16 @@ def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndar
         logits -= logits.max(1, keepdims=True)
         np.exp(logits, out=logits)
         logits /= logits.sum(1, keepdims=True)
-        out[h] = logits.max(0)
+        out[h] = logits.max(0) if by == "max" else logits.mean(0)
     return out
 
 
-def state_scores(queries: dict[int, LayerQueries], layers: list[int], heads_kv: list[int], state: SequenceState) -> list[np.ndarray]:
+def state_scores(queries: dict[int, LayerQueries], layers: list[int], heads_kv: list[int], state: SequenceState,
+                 by: str = "max") -> list[np.ndarray]:
     """attention_scores of every cached layer, on the keys as the cache holds them. Raises ValueError for a layer nothing attended to."""
     def scores(layer: int, heads: int, rows: Rows) -> np.ndarray:
         if layer not in queries:
             raise ValueError(f"no attention read the cache of layer {layer}")
-        return attention_scores(queries[layer], values(rows.heads(heads), rows.ggml_type), state.positions)
+        return attention_scores(queries[layer], values(rows.heads(heads), rows.ggml_type), state.positions, by)
     with ThreadPoolExecutor() as pool:                   # a question waits for it, and numpy leaves the lock alone
         return list(pool.map(scores, layers, heads_kv, state.keys))

@@ -29,8 +29,8 @@ class Episode:
 
 @dataclass
 class Memory:
-    """spans: first token and end of each segment's utterances; archive: rows of all tokens, empty where episodes have caches; built: utterances that the episodes were made of; clustered: tokens of history
-    at the last clustering; version: as of an episode."""
+    """built: utterances that the episodes were made of; clustered: tokens of history at the last clustering; version: as of an episode; archive: rows of
+    all tokens, empty where episodes have caches; spans: first token and end of each segment's utterances."""
     prefix: list[int]
     segments: list[Segment] = field(default_factory=list)
     vectors: np.ndarray | None = None
@@ -61,9 +61,9 @@ class Settings:
     """width: utterances of a segment; episodes: their number, None to choose it; sinks: first tokens that stay.
 
     recall: "question" keeps the rows of every token outside the cache, and each question takes the cells that it attends to from the episodes nearest
-    to it, `reach` times the budget of them; around: tokens that stay together, 0: the segments nearest to the question, whole. "episode" keeps one cache per episode, made before any question
-    (arXiv 2509.17396). prompt: most tokens of an episode's prompt; per_question: most episodes that one question reads; near: how close a second one's
-    similarity must be to the best.
+    to it, `reach` times the budget of them; around: tokens that stay together, 0: the segments nearest to the question, whole; by: "max" or
+    "mean" of the attention of the question's tokens. "episode" keeps one cache per episode, made before any question (arXiv 2509.17396). prompt: most
+    tokens of an episode's prompt; per_question: most episodes that one question reads; near: how close a second one's similarity must be to the best.
     """
     width: int = 4
     episodes: int | None = None
@@ -71,6 +71,7 @@ class Settings:
     recall: str = "question"
     reach: float = 8.0
     around: int = 7
+    by: str = "max"
     prompt: int = 256
     per_question: int = 2
     near: float = 0.8
@@ -142,7 +143,8 @@ class Keeper:
         for i in near:
             candidates[pieces[i]] = True
         guess = nearest([pieces[i] for i in near], memory.vectors[near] @ vector, always, plan.budget)
-        return read.tolist(), recalled(self.builder, memory.archive, guess, candidates, always, asked, self.settings.around)
+        return read.tolist(), recalled(self.builder, memory.archive, guess, candidates, always, asked, self.settings.around,
+                                        self.settings.by)
 
     def recall(self, memory: Memory, chosen: Sequence[int], weights: Sequence[float], end: int) -> Compressed:
         """One cache of the chosen episodes, after `end` tokens."""

@@ -33,11 +33,12 @@ def nearest(pieces: Sequence[np.ndarray], similarity: np.ndarray, always: np.nda
     return kept
 
 
-def recalled(builder: Builder, archive: Archive, guess: np.ndarray, candidates: np.ndarray, always: np.ndarray, asked: Asked, width: int) -> SequenceState:
+def recalled(builder: Builder, archive: Archive, guess: np.ndarray, candidates: np.ndarray, always: np.ndarray, asked: Asked, width: int,
+             by: str = "max") -> SequenceState:
     """The `budget` cells of each head that the question attends to most, among the candidates; bool [tokens] all three.
 
     The question is read once behind the `guess`, and its queries are put to the keys of all candidates. A token counts as much as the most
-    attended of the `width` tokens around it, so that a name or a date stays whole; width 0 leaves it at the guess. `always` stays.
+    attended of the `width` tokens around it, so that a name or a date stays whole; width 0 leaves it at the guess. `always` stays. by: see attention_scores.
     """
     plan, at = builder.plan, np.flatnonzero(candidates)
     rows = archive.rows(at)
@@ -47,7 +48,7 @@ def recalled(builder: Builder, archive: Archive, guess: np.ndarray, candidates: 
     if not width:
         return archive.rows(np.flatnonzero(guess))
     queries = builder.look(archive.rows(np.flatnonzero(guess)), asked.tail, asked.tokens)
-    scores = [maximum_filter1d(s, width, axis=-1, mode="nearest") for s in state_scores(queries, builder.layers, builder.heads_kv, rows)]
+    scores = [maximum_filter1d(s, width, axis=-1, mode="nearest") for s in state_scores(queries, builder.layers, builder.heads_kv, rows, by)]
     chosen = select(scores, always[at], budgets, plan.shared)
     cells = chosen[0].shape[1]
     # Heads of a cell keep different tokens: any positions before the next token's serve the mask.
