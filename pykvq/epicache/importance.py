@@ -9,6 +9,8 @@ from pykvq.epicache.queries import LayerQueries
 from pykvq.epicache.rows import values
 from pykvq.epicache.state import Rows, SequenceState
 
+_WEIGHTS = 1 << 22                        # held at a time by each thread
+
 
 def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndarray, by: str = "max") -> np.ndarray:
     """Float32 [heads_kv, cells]: the largest softmax weight that any query head of the group gives to the cell at any prompt token.
@@ -20,15 +22,18 @@ def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndar
     cells, heads_kv, d = keys.shape
     tokens, heads, _ = queries.q.shape
     turned = queries.bias.turn(positions) if queries.bias else None
-    out = np.empty((heads_kv, cells), np.float32)
+    out, step = np.zeros((heads_kv, cells), np.float32), max(1, _WEIGHTS // cells)
     for h, group in enumerate(np.split(np.arange(heads), heads_kv)):
-        logits = queries.q[:, group].reshape(-1, d) @ keys[:, h].T
-        if turned is not None:
-            logits += queries.bias.z[:, group].reshape(-1, turned.shape[1]) @ turned.T
-        logits -= logits.max(1, keepdims=True)
-        np.exp(logits, out=logits)
-        logits /= logits.sum(1, keepdims=True)
-        out[h] = logits.max(0) if by == "max" else logits.mean(0)
+        q, k = queries.q[:, group].reshape(-1, d), keys[:, h].T
+        z = queries.bias.z[:, group].reshape(-1, turned.shape[1]) if queries.bias else None
+        for rows in (slice(i, i + step) for i in range(0, len(q), step)):
+            weights = q[rows] @ k
+            if z is not None:
+                weights += z[rows] @ turned.T
+            weights -= weights.max(1, keepdims=True)
+            np.exp(weights, out=weights)
+            weights /= weights.sum(1, keepdims=True)
+            out[h] = np.maximum(out[h], weights.max(0)) if by == "max" else out[h] + weights.sum(0) / len(q)
     return out
 
 

@@ -51,14 +51,17 @@ def test_representatives_are_nearest_first():
     assert order[0] == 3 and (np.diff(x[order] @ x[3]) <= 0).all()
 
 
-def test_scores_are_the_largest_softmax_weight():
+@pytest.mark.parametrize("held", [1 << 22, 21])
+def test_scores_are_the_largest_softmax_weight(held, monkeypatch):
+    monkeypatch.setattr("pykvq.epicache.importance._WEIGHTS", held)
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((5, 4, 8)).astype(np.float32), rng.standard_normal((7, 2, 8)).astype(np.float32)
-    scores = attention_scores(LayerQueries(q, None), k, np.arange(7))
+    scores, mean = (attention_scores(LayerQueries(q, None), k, np.arange(7), by) for by in ("max", "mean"))
     for h in range(2):
         logits = np.einsum("tgd,kd->tgk", q[:, 2 * h:2 * h + 2], k[:, h])
         weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         np.testing.assert_allclose(scores[h], weights.max((0, 1)), rtol=1e-5)
+        np.testing.assert_allclose(mean[h], weights.mean((0, 1)), rtol=1e-5)
 
 
 def test_each_head_keeps_its_best_and_what_is_pinned():
