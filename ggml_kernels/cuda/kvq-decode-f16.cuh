@@ -126,9 +126,8 @@ struct kvq_bias_place {
     int            at;
 };
 
-// Fills the table and the turns from one tile of a warp to its next, which is S::TILE*slices tokens on; every thread of a block takes part.
-template <typename S> static __device__ __forceinline__ void kvq_fill_bias_table(
-        const kvq_bias_args & bias, uint4 * table, float2 * step, const int slices, const int tid, const int n_threads) {
+// Fills the table; every thread of a block takes part.
+template <typename S> static __device__ __forceinline__ void kvq_fill_bias_table(const kvq_bias_args & bias, uint4 * table, const int tid, const int n_threads) {
     constexpr int NI = S::TILE/16;
     for (int at = tid; at < bias.chunks*2*NI*32; at += n_threads) {
         const int lane = at & 31, i = at/32 % NI, half = at/32/NI;
@@ -146,14 +145,6 @@ template <typename S> static __device__ __forceinline__ void kvq_fill_bias_table
             }
         }
         table[at] = make_uint4(w[0][0], w[0][1], w[1][0], w[1][1]);
-    }
-    for (int i = tid; i < 16*bias.chunks; i += n_threads) {
-        const float2 one = kvq_turn_row(bias, S::TILE, bias.list[i]);
-        float2 x = one;
-        for (int k = 1; k < slices; ++k) {
-            x = kvq_turn_on(x, one);
-        }
-        step[i] = x;
     }
 }
 

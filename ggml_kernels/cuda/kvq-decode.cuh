@@ -420,13 +420,25 @@ static __device__ __forceinline__ void kvq_decode_body(const kvq_fattn_args & a)
     // What no launch writes: the tables, and the turns by the positions where this warp probably begins.
     int first_pos = 0, first_pos16 = 0;
     if constexpr (BIAS) {
-        first_pos   = max(pos_first[min(tile0*tile_tokens + sl*T, a.n_kv - 1)], 0);
-        first_pos16 = window0 < a.window.n ? max(pos_first[a.n_kv + window0], 0) : first_pos;
-        kvq_fill_bias_table<S>(a.bias, table, step, slices, tid, n_threads);
+        first_pos   = pos_first[min(tile0*tile_tokens + sl*T, a.n_kv - 1)];
+        first_pos16 = pos_first[window0 < a.window.n ? a.n_kv + window0 : 0];
+        kvq_fill_bias_table<S>(a.bias, table, tid, n_threads);
+        asm volatile("" : "+r"(first_pos), "+r"(first_pos16));      // not waited for before the loads of the table
+        first_pos   = max(first_pos, 0);
+        first_pos16 = max(first_pos16, 0);
 #pragma unroll 1
         for (int i = lane; i < n16; i += 32) {
-            turn[i]       = kvq_turn(a.bias, first_pos,   a.bias.list[i]);
-            turn[n16 + i] = kvq_turn(a.bias, first_pos16, a.bias.list[i]);
+            const int pair = a.bias.list[i];
+            const float2 x = kvq_turn(a.bias, first_pos, pair), y = kvq_turn(a.bias, first_pos16, pair), one = kvq_turn_row(a.bias, T, pair);
+            turn[i]       = x;
+            turn[n16 + i] = y;
+            if (warp == 0) {
+                float2 z = one;
+                for (int k = 1; k < slices; ++k) {
+                    z = kvq_turn_on(z, one);
+                }
+                step[i] = z;
+            }
         }
     }
     if (a.early_queries) {
