@@ -139,7 +139,11 @@ def _prefill(context: Context, tokens: Sequence[int], depth: int) -> float:
         part = tokens[first:first + context.n_batch]
         context.run([(token, depth + first + i, 0, first + i == len(tokens) - 1) for i, token in enumerate(part)])
     context.wait()
-    return _undone(context, depth, (time.perf_counter() - start) / len(tokens))
+    seconds = _undone(context, depth, (time.perf_counter() - start) / len(tokens))
+    recent = min(depth, max((layer.recent for layer in context.info()), default=0))
+    if recent and context.remove(0, depth - recent):     # a batch takes the f16 rows of the tokens before it
+        context.decode([tokens[i % len(tokens)] for i in range(recent)], depth - recent, logits="none")
+    return seconds
 
 
 def _undone(context: Context, depth: int, seconds: float) -> float:

@@ -107,7 +107,7 @@ class Context:
     """One context of a Model with a cache of kv_type (one name or the pair K, V), flash attention on unless told otherwise.
     offload=False keeps the cache and the attention on the host (llama.cpp's --no-kv-offload); n_ubatch is n_batch unless given.
     n_outputs: most tokens of a batch whose logits will be asked for, 0: all of them.
-    kv_sink, kv_recent: first and last tokens that are kept in f16 too (docs/windows.md); None is the type's default.
+    kv_sink, kv_recent: first and last tokens that are kept in f16 too (docs/windows.md); None is the default, 64 and 256, less in a short context.
 
     Raises ValueError for a wrong type or a refusal of llama.cpp, MemoryError when the cache cannot fit.
     """
@@ -118,13 +118,14 @@ class Context:
         k, v = split_kv_type(kv_type)
         if is_quantised(v) and not flash:
             raise ValueError(f"a V cache of type {v} needs flash attention; leave it on")
-        check_cache(model.header, type_id(k), type_id(v), n_ctx, cache_on_host=not (model.no_alloc or model.gpu_layers and offload))
+        beside = window(kv_sink, kv_recent)
+        check_cache(model.header, type_id(k), type_id(v), n_ctx, cache_on_host=not (model.no_alloc or model.gpu_layers and offload), f16_window=beside)
         params = native.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_ubatch or n_batch, n_seq
         params.n_threads = params.n_threads_batch = threads or os.cpu_count()
         params.type_k, params.type_v, params.kv_unified, params.swa_full = type_id(k), type_id(v), unified, swa_full
         params.offload_kqv, params.kvq_off, params.n_outputs_max = offload, kvq_is_off(kvq), n_outputs
-        params.kv_sink, params.kv_recent = window(kv_sink, kv_recent)
+        params.kv_sink, params.kv_recent = beside
         params.flash_attn_type = native.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else native.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if on_tensor is not None:                # ggml_backend_sched_eval_callback; must live as long as the context
             params.cb_eval = self._on_tensor = native.ggml_backend_sched_eval_callback(on_tensor)

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from pykvq.support import type_name
 
 
+def times(ratio: float) -> str:
+    """How a size compares with that of an f16 cache, which is `ratio` times as large."""
+    return f"{ratio:.2f}x smaller" if ratio >= 0.995 else f"{1 / ratio:.2f}x larger"
+
+
 @dataclass(frozen=True)
 class LayerCache:
     """One cached layer. Types are the effective ones (turbo3_64); bytes cover all streams; bytes_f16 is what f16 would take."""
@@ -30,6 +35,8 @@ class LayerCache:
     bytes_window: int = 0            # its K and V, all streams
     key_bias: str = "none"           # of the model: "none", "kept" in the keys, or "left out" and returned to the logit
     bias_pairs: int = 0              # pairs of RoPE's frequencies of which it is left out
+    sink: int = 0                    # first and last tokens of a sequence that the f16 window holds
+    recent: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class CacheInfo:
         kinds = ", ".join(f"{n} x K {k} V {v}" for (k, v), n in self.types.items())
         calibrated = f"; {self.calibrated} layers calibrated" if self.calibrated else ""
         window = f", {self.bytes_window / 2**20:.1f} MiB of it f16 windows" if self.bytes_window else ""
-        return (f"KV cache {self.bytes / 2**20:.1f} MiB{window}, f16 {self.bytes_f16 / 2**20:.1f} MiB ({self.ratio:.2f}x smaller); "
+        return (f"KV cache {self.bytes / 2**20:.1f} MiB{window}, f16 {self.bytes_f16 / 2**20:.1f} MiB ({times(self.ratio)}); "
                 f"{kinds or 'no layers'}{calibrated}")
 
 
@@ -89,7 +96,8 @@ class _LayerInfo(ctypes.Structure):                  # struct llama_kvq_layer_in
                 ("head_dim_k", ctypes.c_int32), ("head_dim_v", ctypes.c_int32), ("is_swa", ctypes.c_int32), ("n_cells", ctypes.c_uint32),
                 ("bytes_k", ctypes.c_uint64), ("bytes_v", ctypes.c_uint64), ("bytes_f16", ctypes.c_uint64), ("device", ctypes.c_char * 32),
                 ("transform", ctypes.c_uint32), ("calibrated", ctypes.c_int32), ("key_bias", ctypes.c_int32),
-                ("bias_pairs", ctypes.c_int32), ("n_window", ctypes.c_uint32), ("bytes_window", ctypes.c_uint64)]
+                ("bias_pairs", ctypes.c_int32), ("n_window", ctypes.c_uint32), ("bytes_window", ctypes.c_uint64), ("n_sink", ctypes.c_uint32),
+                ("n_recent", ctypes.c_uint32)]
 
 _KEY_BIAS = ("none", "kept", "left out")
 
@@ -104,7 +112,7 @@ def cache_info(libllama: ctypes.CDLL, context: int) -> CacheInfo:
     return CacheInfo(tuple(
         LayerCache(r.il, type_name(r.type_k), type_name(r.type_v), r.n_head_kv, r.head_dim_k, r.head_dim_v, bool(r.is_swa), r.n_cells,
                    r.bytes_k, r.bytes_v, r.bytes_f16, r.device.decode(), r.transform, bool(r.calibrated),
-                   r.n_window, r.bytes_window, _KEY_BIAS[r.key_bias], r.bias_pairs) for r in rows))
+                   r.n_window, r.bytes_window, _KEY_BIAS[r.key_bias], r.bias_pairs, r.n_sink, r.n_recent) for r in rows))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pykvq.formats import ACTIVATION_IDS, TIERED, TYPE_COUNT
 from pykvq.gguf_header import Header, read_header
 from pykvq.kv_info import CacheInfo, cache_info
 from pykvq.native import library
-from pykvq.support import NAMES, VALID_NAMES, family_of, is_quantised, supports, type_id, type_name
+from pykvq.support import NAMES, VALID_NAMES, family_of, is_quantised, supports, type_id, type_name, window_rows
 
 _errors: deque[str] = deque(maxlen=8)            # the last error lines of llama.cpp
 _BIASED = ("t5",)                                # architectures whose attention llama.cpp computes without flash attention
@@ -59,7 +59,7 @@ def window(kv_sink: int | None, kv_recent: int | None) -> tuple[int, int]:
     """llama_context_params.kv_sink and .kv_recent; None or -1 is the default of the cache type. Raises ValueError for what is no number of tokens."""
     pair = tuple(-1 if n is None else n for n in (kv_sink, kv_recent))
     if not all(isinstance(n, int) and not isinstance(n, bool) and -1 <= n <= 1 << 24 for n in pair):
-        raise ValueError(f"kv_sink and kv_recent are numbers of tokens, or None for the type's default, not {kv_sink!r} and {kv_recent!r}")
+        raise ValueError(f"kv_sink and kv_recent are numbers of tokens, or None for the default, not {kv_sink!r} and {kv_recent!r}")
     return pair
 
 
@@ -78,14 +78,15 @@ def check_before_load(llm, n_ctx: int) -> None:
     on_device = llm.model_params.n_gpu_layers and llm.context_params.offload_kqv and has_gpu()
     header = read_header(llm.model_path)
     if not llm.model_params.vocab_only:
-        check_cache(header, llm.context_params.type_k, llm.context_params.type_v, n_ctx, cache_on_host=not on_device)
+        check_cache(header, llm.context_params.type_k, llm.context_params.type_v, n_ctx, cache_on_host=not on_device,
+                    f16_window=(llm.context_params.kv_sink, llm.context_params.kv_recent))
 
 
 def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_host: bool = True,
-                words: tuple[str, str] = ("n_ctx=", "kv_type")) -> None:
+                words: tuple[str, str] = ("n_ctx=", "kv_type"), f16_window: tuple[int, int] = (-1, -1)) -> None:
     """Refuse a cache, by ggml ids, that does not fit the model's heads or the host's memory; raises as check_before_load.
 
-    words: what the caller's user types before a context size, and for a type.
+    words: what the caller's user types before a context size, and for a type. f16_window: as window() gives it.
     """
     for unknown in filter(lambda i: not _is_ggml_type(i), (type_k, type_v)):
         raise ValueError(f"{unknown} is no id of a cache type; use kv_type= with one of {', '.join(VALID_NAMES)}")     # it would abort or crash
@@ -106,7 +107,7 @@ def check_cache(header: Header, type_k: int, type_v: int, n_ctx: int, cache_on_h
         raise ValueError(f"{header.name}: {header.architecture} adds a position bias, which flash attention does not take, and a V cache of type "
                          f"{names[1]} needs it; use f16 for V")
     if cache_on_host:
-        _check_memory(header, *names, n_ctx or header.context_train, words)
+        _check_memory(header, *names, n_ctx or header.context_train, words, f16_window)
 
 
 def _is_ggml_type(i: int) -> bool:
@@ -114,10 +115,12 @@ def _is_ggml_type(i: int) -> bool:
     return i in NAMES or 0 <= i < TYPE_COUNT and i not in ACTIVATION_IDS.values() and library("ggml-base").ggml_blck_size(i) > 0
 
 
-def _check_memory(header: Header, type_k: str, type_v: str, n_ctx: int, words: tuple[str, str]) -> None:
-    need, free = header.cache_bytes(type_k, type_v, n_ctx), available_memory()
+def _check_memory(header: Header, type_k: str, type_v: str, n_ctx: int, words: tuple[str, str], f16_window: tuple[int, int]) -> None:
+    rows = 0 if header.mla else window_rows(type_k, type_v, n_ctx, *(None if n < 0 else n for n in f16_window))
+    beside = header.cache_bytes("f16", "f16", rows)
+    need, free = header.cache_bytes(type_k, type_v, n_ctx) + beside, available_memory()
     if need > free:
-        fits = int(n_ctx * free / need) // 256 * 256
+        fits = int(n_ctx * max(free - beside, 0) / (need - beside)) // 256 * 256
         raise MemoryError(f"a context of {n_ctx} needs {need / 2**30:.1f} GiB of {type_k}/{type_v} cache (estimated), {free / 2**30:.1f} GiB "
                           f"of memory are free; use {words[0]}{fits} or less, or a smaller {words[1]}")
 

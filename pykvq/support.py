@@ -17,6 +17,9 @@ KERNELS = {"cpu": frozenset(OURS), "cuda": frozenset(OURS), "metal": frozenset(O
 # Backends whose attention returns a key bias that the stored keys lack.
 KEY_BIAS_BACKENDS = frozenset({"cpu", "cuda"})
 
+# First and last tokens of a sequence that a cache of these types also keeps in f16, and the tokens of a batch that find room there at least (kvq-window.cpp).
+WINDOW, WINDOW_ROOM = (64, 256), 16
+
 IDS = {name: row[0] for name, row in UPSTREAM.items()} | {name: t.id for name, t in TYPES.items()}
 NAMES = {i: name for name, i in IDS.items()}
 VALID_NAMES = (*OURS, *UPSTREAM)            # what users type; the cache picks members such as turbo3_64 by itself
@@ -27,6 +30,17 @@ class Support(NamedTuple):
     ok: bool
     reason: str = ""
     fix: str = ""
+
+
+def window_rows(type_k: str, type_v: str, cells: int, sink: int | None = None, recent: int | None = None) -> int:
+    """Rows that one sequence's f16 window takes beside a cache of `cells`, 0 when none of the types is of this package; None is the default."""
+    if not {type_k, type_v} & set(OURS):
+        return 0
+    most = max(cells // 2 - WINDOW_ROOM - 1, 0)
+    sink = min(WINDOW[0], most // 4) if sink is None else sink
+    recent = min(WINDOW[1], max(most - sink, 0)) if recent is None else recent
+    rows = min(sink + recent + (WINDOW_ROOM if recent else 0), cells) + 1
+    return (rows + 63) // 64 * 64 if sink + recent else 0
 
 
 def type_id(name: str) -> int:

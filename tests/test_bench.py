@@ -6,12 +6,13 @@ import pytest
 from click.testing import CliRunner
 
 from pykvq.attention_devices import AttentionDevices
-from pykvq.bench import F16, Setup, bench, observe
+from pykvq.bench import F16, Setup, _context, _prefill, bench, observe
 from pykvq.cli import main
 from pykvq.engine import Context, Model
 
 QUICK = Setup(tokens=2, prefill=32, repeats=3, prefix=64, threads=2)
-ARGUMENTS = ("--tokens", "2", "--prefill", "32", "--repeats", "2", "--threads", "2", "--depth", "0", "--depth", "200", "--kv-type", "turbo3")
+ARGUMENTS = ("--tokens", "2", "--prefill", "32", "--repeats", "2", "--threads", "2", "--depth", "0", "--depth", "200", "--kv-type", "turbo3",
+             "--kv-sink", "0", "--kv-recent", "0")
 
 
 @pytest.fixture
@@ -55,6 +56,16 @@ def test_attention_without_the_flash_operation_is_not_seen(tiny_model):
     with Model(tiny_model(64)) as model, Context(model, 256, flash=False, on_tensor=watcher, threads=2) as context:
         context.decode([1, 2, 3], 0)
     assert watcher.by_layer == {}
+
+
+def test_the_f16_window_is_full_in_every_round(tiny_model):
+    """A prefill takes the rows of the tokens before it, and is undone: the saved state shows how many rows there are."""
+    setup, tokens = Setup(tokens=2, prefill=128, threads=2, kv_sink=4, kv_recent=32), [(7 * i) % 256 for i in range(128)]
+    with Model(tiny_model(64)) as model, _context(model, 512, ("turbo3", "turbo3"), setup) as context:
+        context.decode(tokens, 0, logits="none")
+        before = len(context.save(0))
+        _prefill(context, tokens, 128)
+        assert len(context.save(0)) == before
 
 
 def test_command_as_json(run):

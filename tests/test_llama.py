@@ -38,8 +38,8 @@ def test_kv_type_sets_both_types_and_is_reported_per_layer(load, kv_type, effect
 def test_window_is_set_reported_and_pickled(load):
     llm = pickle.loads(pickle.dumps(load(kv_type="turbo2", kv_sink=4, kv_recent=16)))
     info = llm.kv_cache_info()
-    assert {layer.n_window for layer in info} == {192}                      # 4 + 16, a batch of 128, one more, in steps of 64
-    assert info.bytes_window == 192 * F16_BYTES and info.bytes == 256 * 30 * 3 * 36 + info.bytes_window
+    assert {(layer.sink, layer.recent, layer.n_window) for layer in info} == {(4, 16, 64)}        # 4 + 16, a small batch of 16, one more, in steps of 64
+    assert info.bytes_window == 64 * F16_BYTES and info.bytes == 256 * 30 * 3 * 36 + info.bytes_window
     assert "MiB of it f16 windows" in str(info)
     llm.close()
 
@@ -58,6 +58,16 @@ def test_window_through_prompt_cache_and_speculative_decoding(load):
     llm("Something else in between.", max_tokens=2)
     assert answer(llm) == expected
     assert answer(load(**window, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4))) == expected
+
+
+@pytest.mark.parametrize("kv_type", ["turbo3", ("q8_0", "turbo4")])
+def test_a_window_is_the_default_and_shorter_in_a_short_context(load, kv_type):
+    for n_ctx, expected in ((1024, (64, 256)), (256, (27, 84))):
+        llm = load(kv_type=kv_type, n_ctx=n_ctx)
+        info = llm.kv_cache_info()
+        assert {(layer.sink, layer.recent) for layer in info} == {expected} and info.bytes < info.bytes_f16
+    llm = load(kv_type=kv_type, kv_sink=0, kv_recent=0)
+    assert llm.kv_cache_info().bytes_window == 0
 
 
 @pytest.mark.parametrize("wrong", [dict(kv_sink=-2), dict(kv_recent=-7)])

@@ -9,7 +9,7 @@ post-RoPE keys and the values with dequantise(quantise(x)) of pykvq.codecs.turbo
 shows what the kernels add. Chunks start with BOS at tokens skip, skip + ctx, ...; the second half of each is scored, or its last
 --score tokens. --decode scores them token by token instead of in one batch. --kvq off stores keys as they are, also where the model
 carries calibrated transforms or a key bias; --kernel-only leaves the reference out, which knows neither. --windows gives sinks and
-recent tokens that the cache also keeps in f16 (docs/windows.md), a row for each; without it the type's own with --kernel-only, and none
+recent tokens that the cache also keeps in f16 (docs/windows.md), a row for each; without it the default with --kernel-only, and none
 beside the reference, which has none.
 """
 from __future__ import annotations

@@ -31,6 +31,8 @@ struct llama_kvq_layer_info {
     int32_t  bias_pairs;    // pairs of RoPE's frequencies of which it is left out
     uint32_t n_window;      // rows of the f16 window, of one stream; 0: none
     uint64_t bytes_window;  // K and V, all streams
+    uint32_t n_sink;        // first and last tokens of a sequence that it holds
+    uint32_t n_recent;
 };
 
 // Number of cached layers; the first `capacity` are written to out.
@@ -93,7 +95,8 @@ struct kvq_key_bias {
 // Where a batch's keys and values go in the f16 window of a cache, and which of its rows each token sees. Null: no window.
 struct kvq_window_input {
     ggml_tensor * idxs = nullptr;   // i64 [n_tokens]
-    ggml_tensor * mask = nullptr;   // f16 [n_ring, n_tokens of a stream, 1, n_stream]
+    ggml_tensor * own  = nullptr;   // i64 [n_tokens], rows of the f16 copy that the graph makes; null: the batch has room in the ring
+    ggml_tensor * mask = nullptr;   // f16 [rows that are read, n_tokens of a stream, 1, n_stream]
 };
 
 // What attention reads besides upstream's sources.

@@ -93,6 +93,8 @@ void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {
         info.bias_pairs = kvq_list_pairs(layer.kvq->pairs, pairs);
         info.n_window     = window ? window->n_rows : 0;
         info.bytes_window = window ? window->bytes(i) : 0;
+        info.n_sink       = window ? window->sink : 0;
+        info.n_recent     = window ? window->recent : 0;
         out.push_back(info);
     }
 }
@@ -143,7 +145,8 @@ void kvq_log_cache(const llama_kv_cache & cache) {
     }
     std::string window;
     if (cache.window) {
-        window = format("; %u sinks and %u recent tokens also in f16, %.2f MiB", cache.window->sink, cache.window->recent, bytes_window/1024/1024);
+        window = format("; %u sinks and %u recent tokens also in f16, %.2f MiB%s", cache.window->sink, cache.window->recent, bytes_window/1024/1024,
+            bytes + bytes_window < bytes_f16 ? "" : ": no smaller than an f16 cache, use a longer context or smaller --kv-sink and --kv-recent");
     }
     // the tools hide this library's info level by default, and who chose such a type must see what runs
     const auto level = ours ? GGML_LOG_LEVEL_WARN : GGML_LOG_LEVEL_INFO;

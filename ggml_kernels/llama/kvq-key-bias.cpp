@@ -186,7 +186,7 @@ ggml_tensor * llama_kv_cache::kvq_build_input_pos(ggml_context * ctx, uint32_t n
 void llama_kv_cache::kvq_set_input_pos(ggml_tensor * pos, const slot_info & sinfo) const {
     GGML_ASSERT(ggml_backend_buffer_is_host(pos->buffer));
     const int64_t n_stream = pos->ne[1]/2;
-    const int64_t n_ring = window ? window->n_ring(sinfo) : 0, n_kv = pos->ne[0] - n_ring;
+    const int64_t n_kv = pos->ne[0] - (window ? window->n_ring(sinfo) + window->n_own_max : 0);
     int32_t * of_token = (int32_t *) pos->data + n_stream*pos->ne[0];
     for (int64_t s = 0; s < n_stream; s++) {
         const auto & cells = v_cells[sinfo.s0 + s];
@@ -195,7 +195,7 @@ void llama_kv_cache::kvq_set_input_pos(ggml_tensor * pos, const slot_info & sinf
             row[i] = cells.is_empty(i) ? 0 : cells.pos_get(i);
         }
         if (window) {
-            window->positions(sinfo.s0 + s, row + n_kv, n_ring);
+            window->positions(sinfo, s, row + n_kv);
         }
         for (const uint32_t i : sinfo.idxs[s]) {
             *of_token++ = cells.pos_get(i);
@@ -208,7 +208,7 @@ ggml_tensor * llama_kv_cache_context::kvq_kept_key_bias(ggml_tensor * wk_b, int3
 }
 
 ggml_tensor * llama_kv_cache_context::kvq_build_input_pos(ggml_context * ctx) const {
-    return kv->kvq_build_input_pos(ctx, n_kv + n_ring, sinfos[i_cur]);
+    return kv->kvq_build_input_pos(ctx, n_kv + (kv->window ? n_ring + kv->window->n_own_max : 0), sinfos[i_cur]);
 }
 
 void llama_kv_cache_context::kvq_set_input_pos(ggml_tensor * pos) const {

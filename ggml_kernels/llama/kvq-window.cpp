@@ -17,6 +17,10 @@
 static constexpr int64_t NOT_NEEDED = INT64_MAX;
 static constexpr int64_t AGE        = 1ll << 32;   // every sink is needed more than any recent token
 
+// measured (docs/windows.md)
+static constexpr uint32_t SINK = 64, RECENT = 256;
+static constexpr uint32_t SMALL_BATCH = 16;   // tokens of a batch that find rows in the ring at least: slots, drafts
+
 // ---- which cache has one ----
 
 // Why no window can stand beside this cache; empty: it can.
@@ -66,6 +70,9 @@ static bool device_supports(const llama_hparams & h, int32_t il, const ggml_tens
         ggml_tensor * ring = ggml_new_tensor_2d(ctx, kvq_window_type(type), d, 64);
         writes = writes && ggml_backend_dev_supports_op(dev, ggml_set_rows(ctx, ring, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, d, 1),
             ggml_new_tensor_1d(ctx, GGML_TYPE_I64, 1)));
+        ggml_tensor * values = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, d, 64);
+        writes = writes && ggml_backend_dev_supports_op(dev, ggml_repeat_4d(ctx, values, d, 128, 1, 1))
+                        && ggml_backend_dev_supports_op(dev, ggml_cpy(ctx, values, ggml_new_tensor_2d(ctx, GGML_TYPE_F16, d, 64)));
     }
     return writes && ggml_backend_dev_supports_op(dev, attention);
 }
@@ -75,17 +82,17 @@ std::shared_ptr<kvq_window> kvq_window::make(llama_kv_cache & cache) {
     if (cache.other || cache.layers.empty() || !wish.cparams) {
         return nullptr;
     }
-    bool all = true, two_bits = false, calibrated = false, values = true;
+    bool all = true, values = true;
     for (const auto & layer : cache.layers) {
         values = values && layer.v;
         const ggml_type k = layer.k->type, v = layer.v ? layer.v->type : k;
         all      = all && (kvq_is_cache_type(k) || kvq_is_cache_type(v));
-        calibrated = calibrated || layer.kvq->k_in;
-        two_bits = two_bits || kvq_code(k) == KVQ_TIERED || kvq_bits(k) == 2 || kvq_bits(v) == 2;
     }
-    // measured (docs/windows.md); the first token's key is what calibration, which fits the others, holds worst
-    const uint32_t sink   = wish.sink   >= 0 ? wish.sink   : two_bits ? 64  : calibrated ? 32 : 0;
-    const uint32_t recent = wish.recent >= 0 ? wish.recent : two_bits ? 256 : 0;
+    // by default as much in f16 as half of a short cache's cells would take, so that the whole stays smaller than an f16 cache
+    const uint32_t n_seq  = cache.n_stream == 1 ? cache.n_seq_max : 1, cells = cache.get_size();
+    const uint32_t most   = (std::max(cells/2, SMALL_BATCH + 1) - SMALL_BATCH - 1)/n_seq;
+    const uint32_t sink   = wish.sink   >= 0 ? wish.sink   : std::min(SINK, most/4);
+    const uint32_t recent = wish.recent >= 0 ? wish.recent : std::min(RECENT, most - std::min(most, sink));
     if (sink == 0 && recent == 0) {
         return nullptr;
     }
@@ -111,16 +118,16 @@ std::shared_ptr<kvq_window> kvq_window::make(llama_kv_cache & cache) {
     }
 
     // no more rows than cells, and one that nobody reads
-    const uint64_t n_seq = cache.n_stream == 1 ? cache.n_seq_max : 1;
-    const uint64_t rows  = n_seq*((uint64_t) sink + recent) + (recent ? wish.cparams->n_ubatch : 0);
-    const uint32_t n_rows = (uint32_t) GGML_PAD(std::min<uint64_t>(rows, cache.get_size()) + 1, 64);
-    std::shared_ptr<kvq_window> window(new kvq_window(cache, sink, recent, n_rows));
+    const uint64_t rows = n_seq*((uint64_t) sink + recent);
+    const uint32_t n_rows = (uint32_t) GGML_PAD(std::min<uint64_t>(rows + (recent ? SMALL_BATCH : 0), cells) + 1, 64);
+    const uint32_t room   = recent == 0 || n_rows > cells ? UINT32_MAX : n_rows - 1 - (uint32_t) rows;
+    std::shared_ptr<kvq_window> window(new kvq_window(cache, sink, recent, n_rows, room, room == UINT32_MAX ? 0 : GGML_PAD(wish.cparams->n_ubatch, 64)));
     window->allocate();
     return window;
 }
 
-kvq_window::kvq_window(llama_kv_cache & cache, uint32_t sink, uint32_t recent, uint32_t n_rows)
-    : sink(sink), recent(recent), n_rows(n_rows), cache(cache) {
+kvq_window::kvq_window(llama_kv_cache & cache, uint32_t sink, uint32_t recent, uint32_t n_rows, uint32_t room, uint32_t n_own_max)
+    : sink(sink), recent(recent), n_rows(n_rows), n_own_max(n_own_max), cache(cache), room(room) {
     streams.resize(cache.n_stream);
     for (auto & s : streams) {
         s.cell_of.assign(n_rows, -1);
@@ -235,8 +242,26 @@ void kvq_window::forget(uint32_t stream, const std::vector<uint32_t> & cells) {
 
 // ---- batches ----
 
+uint32_t kvq_window::n_own(int64_t n_tokens) const {
+    return n_tokens <= room ? 0 : GGML_PAD(n_tokens, 64);
+}
+
+void kvq_window::assign(uint32_t stream, const std::vector<uint32_t> & cells) {
+    auto & map = streams[stream];
+    uint32_t row = 0;
+    for (const uint32_t cell : cells) {
+        while (map.cell_of[row] >= 0) {
+            row++;
+        }
+        map.cell_of[row] = cell;
+        map.row_of[cell] = row;
+    }
+}
+
 void kvq_window::admit(const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch) {
-    const size_t n = sinfo.size();
+    const size_t n = sinfo.size(), capacity = n_rows - 1;
+    const bool own = n_own(n) > 0;
+    uint32_t n_read = 64;
     for (uint32_t s = 0; s < sinfo.n_stream(); s++) {
         const uint32_t stream = sinfo.strm[s];
         const auto & cells = cache.v_cells[stream];
@@ -251,61 +276,112 @@ void kvq_window::admit(const llama_kv_cache::slot_info & sinfo, const llama_ubat
                 llama_pos & first = next[ubatch.seq_id[token][j]];
                 first = std::min(first, ubatch.pos[token]);
             }
-            if (recent > 0 || cells.pos_get(sinfo.idxs[s][i]) < (llama_pos) sink) {
+            if (!own && (recent > 0 || cells.pos_get(sinfo.idxs[s][i]) < (llama_pos) sink)) {
                 wanted.push_back(sinfo.idxs[s][i]);
             }
         }
-        const size_t capacity = n_rows - 1;
-        if (wanted.size() > capacity) {   // many tokens at the position of a sink: images
-            wanted.resize(capacity);
-        }
+        wanted.resize(std::min(wanted.size(), capacity));   // many tokens at the position of a sink: images
         trim(stream, next, capacity - wanted.size());
+        assign(stream, wanted);
 
         auto & map = streams[stream];
-        uint32_t row = 0;
-        for (const uint32_t cell : wanted) {
-            while (map.cell_of[row] >= 0) {
-                row++;
+        map.read.assign(n_rows, -1);
+        for (uint32_t row = 0; row < n_rows; row++) {
+            if (is_used(stream, row)) {
+                map.read[row] = map.cell_of[row];
+                n_read = std::max<uint32_t>(n_read, GGML_PAD(row + 1, 64));
             }
-            map.cell_of[row]  = cell;
-            map.row_of[cell] = row;
         }
+    }
+    for (uint32_t s = 0; s < sinfo.n_stream(); s++) {
+        const uint32_t stream = sinfo.strm[s];
+        streams[stream].read.resize(n_read);
+        if (!own) {
+            continue;
+        }
+        // the graph reads the rows as they were and then writes those that the next batch reads
+        const std::vector<llama_pos> next = next_positions(stream);
+        std::vector<std::pair<int64_t, uint32_t>> wanted;
+        for (const uint32_t cell : sinfo.idxs[s]) {
+            if (const int64_t n = need(stream, cell, next); n != NOT_NEEDED) {
+                wanted.emplace_back(n, cell);
+            }
+        }
+        std::sort(wanted.begin(), wanted.end());
+        wanted.resize(std::min(wanted.size(), capacity));
+        trim(stream, next, capacity - wanted.size());
+        std::vector<uint32_t> kept;
+        for (const auto & [_, cell] : wanted) {
+            kept.push_back(cell);
+        }
+        assign(stream, kept);
     }
 }
 
 uint32_t kvq_window::n_ring(const llama_kv_cache::slot_info & sinfo) const {
-    uint32_t used = 1;
-    for (const auto stream : sinfo.strm) {
-        for (uint32_t row = n_rows - 1; row >= used; row--) {
-            if (is_used(stream, row)) {
-                used = row + 1;
-            }
-        }
+    return streams[sinfo.strm[0]].read.size();
+}
+
+std::vector<int32_t> kvq_window::cells_read(const llama_kv_cache::slot_info & sinfo, uint32_t s) const {
+    std::vector<int32_t> cells = streams[sinfo.strm[s]].read;
+    if (const uint32_t own = n_own(sinfo.size())) {
+        cells.insert(cells.end(), sinfo.idxs[s].begin(), sinfo.idxs[s].end());
+        cells.resize(n_ring(sinfo) + own, -1);
     }
-    return GGML_PAD(used, 64);
+    return cells;
 }
 
 void kvq_window::store(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * k, ggml_tensor * v, const kvq_window_input & input, int32_t il,
         const llama_kv_cache::slot_info & sinfo, kvq_sources & out) const {
     const layer_rows & rows = layers[cache.map_layer_ids.at(il)];
     const auto & h = cache.hparams;
-    const auto part = [&](ggml_tensor * ring, ggml_tensor * x, int64_t d) {
+    const int64_t n_read = input.mask->ne[0], n_stream = input.mask->ne[3], n_ring = n_read - n_own(input.mask->ne[1]);
+    const auto part = [&](ggml_tensor * ring, ggml_tensor * x, int64_t d, ggml_tensor *& copy) {
+        const int64_t width = ring->ne[0];
+        ggml_tensor * flat = x ? ggml_view_2d(ctx, x, x->ne[0]*x->ne[1], x->ne[2], x->nb[2], 0) : nullptr;
+        if (x && input.own) {
+            // windows of turbo types are f16 values in another basis; no backend need know how to copy them
+            const auto as = [](ggml_tensor * t, ggml_type type) {
+                t->type  = type;
+                t->nb[0] = ggml_type_size(type);
+                return t;
+            };
+            const auto rows_of = [&](ggml_tensor * t, int64_t n, size_t stream, size_t offset) {
+                return as(ggml_view_3d(ctx, t, width, n, n_stream, ring->nb[1], stream, offset), GGML_TYPE_F16);
+            };
+            const size_t offset = sinfo.s0*ring->nb[2];
+            ggml_tensor * all = ggml_repeat_4d(ctx, rows_of(ring, 64, ring->nb[2], offset), width, n_read, n_stream, 1);   // of any finite values
+            copy = ggml_cpy(ctx, rows_of(ring, n_ring, ring->nb[2], offset), rows_of(all, n_ring, all->nb[2], 0));
+            copy = as(ggml_view_2d(ctx, copy, width, n_read*n_stream, ring->nb[1], 0), ring->type);   // each from the one before, so that its memory is freed
+            copy = ggml_set_rows(ctx, copy, flat, input.own);
+            ggml_build_forward_expand(gf, copy);
+        }
         if (x) {
-            ggml_tensor * all  = ggml_reshape_2d(ctx, ring, ring->ne[0], ring->ne[1]*ring->ne[2]);
-            ggml_tensor * flat = ggml_view_2d(ctx, x, x->ne[0]*x->ne[1], x->ne[2], x->nb[2], 0);
+            ggml_tensor * all = ggml_reshape_2d(ctx, ring, width, ring->ne[1]*ring->ne[2]);
             ggml_build_forward_expand(gf, ggml_set_rows(ctx, all, flat, input.idxs));
         }
-        ggml_tensor * view = ggml_view_4d(ctx, ring, d, ring->ne[0]/d, input.mask->ne[0], input.mask->ne[3],
-            ggml_row_size(ring->type, d), ring->nb[1], ring->nb[2], ring->nb[2]*sinfo.s0);
+        ggml_tensor * from = input.own ? copy : ring;
+        const size_t stream = input.own ? n_read*ring->nb[1] : ring->nb[2];
+        ggml_tensor * view = ggml_view_4d(ctx, from, d, width/d, n_read, n_stream, ggml_row_size(ring->type, d), ring->nb[1], stream,
+            input.own ? 0 : sinfo.s0*stream);
         return ggml_permute(ctx, view, 0, 2, 1, 3);
     };
-    out.k16    = part(rows.k, k, h.n_embd_head_k(il));
-    out.v16    = part(rows.v, v, h.n_embd_head_v(il));
+    out.k16    = part(rows.k, k, h.n_embd_head_k(il), rows.k_copy);
+    out.v16    = part(rows.v, v, h.n_embd_head_v(il), rows.v_copy);
     out.mask16 = input.mask;
 }
 
 void kvq_window::set_input(const kvq_window_input & input, ggml_tensor * mask, const llama_kv_cache::slot_info & sinfo) const {
     const size_t n = sinfo.size();
+    if (input.own && input.own->buffer) {
+        int64_t * index = (int64_t *) input.own->data;
+        const int64_t first = n_ring(sinfo), rows = first + n_own(n);
+        for (uint32_t s = 0; s < sinfo.n_stream(); s++) {
+            for (size_t i = 0; i < n; i++) {
+                *index++ = s*rows + first + i;
+            }
+        }
+    }
     if (input.idxs && input.idxs->buffer) {
         int64_t * index = (int64_t *) input.idxs->data;
         for (uint32_t s = 0; s < sinfo.n_stream(); s++) {
@@ -320,18 +396,14 @@ void kvq_window::set_input(const kvq_window_input & input, ggml_tensor * mask, c
     }
     GGML_ASSERT(mask->type == GGML_TYPE_F16 && ggml_backend_buffer_is_host(mask->buffer) && ggml_backend_buffer_is_host(input.mask->buffer));
     const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY);
-    const int64_t n_kv = mask->ne[0], n_ring = input.mask->ne[0];
+    const int64_t n_kv = mask->ne[0], n_read = input.mask->ne[0];
     for (uint32_t s = 0; s < sinfo.n_stream(); s++) {
-        std::vector<int32_t> cell_of(n_ring, -1);
-        for (int64_t row = 0; row < n_ring; row++) {
-            if (is_used(sinfo.strm[s], row)) {
-                cell_of[row] = streams[sinfo.strm[s]].cell_of[row];
-            }
-        }
+        const std::vector<int32_t> cell_of = cells_read(sinfo, s);
+        GGML_ASSERT((int64_t) cell_of.size() == n_read);
         for (size_t i = 0; i < n; i++) {
             ggml_fp16_t * main = (ggml_fp16_t *) mask->data       + (s*n + i)*n_kv;
-            ggml_fp16_t * ring = (ggml_fp16_t *) input.mask->data + (s*n + i)*n_ring;
-            for (int64_t row = 0; row < n_ring; row++) {
+            ggml_fp16_t * ring = (ggml_fp16_t *) input.mask->data + (s*n + i)*n_read;
+            for (int64_t row = 0; row < n_read; row++) {
                 ring[row] = hidden;
                 if (cell_of[row] >= 0) {
                     std::swap(ring[row], main[cell_of[row]]);
@@ -341,10 +413,11 @@ void kvq_window::set_input(const kvq_window_input & input, ggml_tensor * mask, c
     }
 }
 
-void kvq_window::positions(uint32_t stream, int32_t * out, int64_t n) const {
-    for (int64_t row = 0; row < n; row++) {
-        out[row] = is_used(stream, row) ? cache.v_cells[stream].pos_get(streams[stream].cell_of[row]) : 0;
-    }
+void kvq_window::positions(const llama_kv_cache::slot_info & sinfo, uint32_t s, int32_t * out) const {
+    const auto & cells = cache.v_cells[sinfo.strm[s]];
+    const std::vector<int32_t> read = cells_read(sinfo, s);
+    std::fill_n(out, n_ring(sinfo) + n_own_max, 0);
+    std::transform(read.begin(), read.end(), out, [&](int32_t cell) { return cell >= 0 ? cells.pos_get(cell) : 0; });
 }
 
 // ---- sequences ----
@@ -502,9 +575,14 @@ void kvq_window::skip(llama_io_read_i & io) {
 kvq_window_input llama_kv_cache_context::kvq_build_window(ggml_context * ctx, const llama_ubatch & ubatch, const llama_cparams & cparams) const {
     kvq_window_input input;
     if (kv->window && cparams.flash_attn) {
-        const uint32_t n_stream = cparams.kv_unified ? 1 : ubatch.n_seqs_unq;
+        const uint32_t n_stream = cparams.kv_unified ? 1 : ubatch.n_seqs_unq, n_tokens = ubatch.n_tokens/n_stream, n_own = kv->window->n_own(n_tokens);
         input.idxs = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, ubatch.n_tokens);
-        input.mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_ring, ubatch.n_tokens/n_stream, 1, n_stream);
+        input.mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_ring + n_own, n_tokens, 1, n_stream);
+        if (n_own) {
+            input.own = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, ubatch.n_tokens);
+            ggml_set_input(input.own);
+            ggml_set_name(input.own, "kvq_window_own");
+        }
         ggml_set_input(input.idxs);
         ggml_set_input(input.mask);
         ggml_set_name(input.idxs, "kvq_window_idxs");
@@ -520,7 +598,7 @@ void llama_kv_cache_context::kvq_set_window(const kvq_window_input & input, ggml
 }
 
 bool llama_kv_cache_context::kvq_can_reuse(const kvq_window_input & input) const {
-    return !input.mask || input.mask->ne[0] == n_ring;
+    return !input.mask || input.mask->ne[0] == n_ring + kv->window->n_own(input.mask->ne[1]);
 }
 
 void llama_kv_cache_context::kvq_store(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * k, ggml_tensor * v, const kvq_window_input & input,

@@ -135,7 +135,7 @@ def attention_errors(family: str, gpu_layers: int) -> dict[int, float]:
     errors, tokens = {}, [(7 * i * i + 3) % 256 for i in range(96)]
 
     def logits(model: Model, kv_type: str) -> np.ndarray:
-        with Context(model, 256, kv_type, threads=2) as context:
+        with Context(model, 256, kv_type, threads=2, kv_sink=0, kv_recent=0) as context:
             rows = [context.decode(tokens[:64], 0, logits="all")]
             rows += [context.decode(tokens[i:i + 1], i) for i in range(64, len(tokens))]
             return np.concatenate(rows)

@@ -26,7 +26,7 @@ DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0")
 @click.option("--chunks", type=click.IntRange(1), help="Scored texts.  [default: 2]")
 @click.option("--length", "lengths", type=click.IntRange(128), multiple=True,
               help="Tokens of a text with planted facts; may be given several times.  [default: 512, 1024, 2048]")
-@click.option("--quick", is_flag=True, help="Less of everything: two texts of 512 tokens, facts at 256 and 512, two short greedy runs.")
+@click.option("--quick", is_flag=True, help="Less of everything: two texts of 1024 tokens, facts at 512 and 1024, two short greedy runs.")
 @click.option("--parts/--no-parts", default=True, show_default=True, help="Measure K alone and V alone too.")
 @click.option("--tolerance", type=click.FloatRange(0, min_open=True), default=0.05, show_default=True, help="Largest mean KLD, in nats.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with plots to this file (needs the extra [plot]).")

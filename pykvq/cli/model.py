@@ -17,8 +17,8 @@ model_argument = click.argument("model", required=False, type=click.Path(path_ty
 
 def window_options(command):
     """--kv-sink and --kv-recent, gathered into one argument `window` as Context and Llama take them."""
-    @click.option("--kv-sink", type=click.IntRange(0, 1 << 24), help="First tokens that the cache also keeps in f16. Default: the type's own.")
-    @click.option("--kv-recent", type=click.IntRange(0, 1 << 24), help="Last tokens that the cache also keeps in f16. Default: the type's own.")
+    @click.option("--kv-sink", type=click.IntRange(0, 1 << 24), help="First tokens that the cache also keeps in f16; 0 for none. Default: 64.")
+    @click.option("--kv-recent", type=click.IntRange(0, 1 << 24), help="Last tokens that the cache also keeps in f16; 0 for none. Default: 256.")
     @wraps(command)
     def wrapped(*args, kv_sink, kv_recent, **kwargs):
         return command(*args, window={"kv_sink": kv_sink, "kv_recent": kv_recent}, **kwargs)

@@ -51,7 +51,7 @@ class Setup:
                 + self.chunks * (self.prompt + DECODE_WEIGHT * self.generated))
 
 
-QUICK = Setup(context=512, chunks=2, rows=128, lengths=(256, 512), texts=1, generated=48)
+QUICK = Setup(context=1024, chunks=2, rows=128, lengths=(512, 1024), texts=1, generated=48)     # 1024: three times the default f16 window
 
 
 def configurations(kv_types: Sequence[tuple[str, str]], parts: bool) -> list[tuple[str, str]]:
@@ -63,7 +63,7 @@ def configurations(kv_types: Sequence[tuple[str, str]], parts: bool) -> list[tup
 
 
 class Evaluation:
-    """Pieces of one model, text and setup; window: kv_sink and kv_recent of Context, where they are not the type's own. Raises ValueError for a model without a cache, a tokenizer or a decoder of its own, and, when
+    """Pieces of one model, text and setup; window: kv_sink and kv_recent of Context, where they are not the default. Raises ValueError for a model without a cache, a tokenizer or a decoder of its own, and, when
     run, for texts that are too short."""
 
     def __init__(self, model: Model, setup: Setup, *, text: Path | None = None, threads: int | None = None, window: dict[str, int | None] | None = None,
@@ -135,7 +135,7 @@ class Evaluation:
             return
         with self._context(setup.context, pair) as context:
             self.store.put(f"{name(pair)}-cache", bytes=context.info().bytes, bytes_f16=context.info().bytes_f16,
-                           window=max(layer.n_window for layer in context.info()),
+                           window=max(layer.sink + layer.recent for layer in context.info()),
                            types=[f"{n} x K {k} V {v}" for (k, v), n in context.info().types.items()])
             for i in todo:
                 logits, next_tokens = score(context, chunks[i], positions, advance), chunks[i][positions + 1]

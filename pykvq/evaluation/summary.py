@@ -8,7 +8,9 @@ import numpy as np
 from scipy import stats
 
 from pykvq.evaluation.generation import first_divergence, repetition
-from pykvq.evaluation.run import F16, WINDOW_BATCH, Evaluation, name
+from pykvq.evaluation.run import F16, Evaluation, name
+from pykvq.kv_info import times
+from pykvq.support import WINDOW
 
 LEVEL = 0.95                         # of every interval
 BLOCK = 16                           # neighbouring positions resemble each other: intervals of means come from blocks
@@ -79,7 +81,7 @@ def summary(evaluation: Evaluation, pair: tuple[str, str]) -> Result:
     spread = regression.stderr * stats.t.ppf((1 + LEVEL) / 2, max(kl.size - 2, 1))
     return Result(
         pair, cache["types"].tolist(), int(cache["bytes"]), int(cache["bytes_f16"]),
-        max(0, int(cache["window"]) - WINDOW_BATCH), _divergence(kl), _divergence(kl[:, -(kl.shape[1] // 4 or 1):]),
+        int(cache["window"]), _divergence(kl), _divergence(kl[:, -(kl.shape[1] // 4 or 1):]),
         {f"{100 * q:g}": _quantile(kl.ravel(), q) for q in QUANTILES}, float(np.exp(ours["surprise"].mean())),
         Figure(*(None if v is None else float(np.exp(v)) for v in (growth.value, growth.low, growth.high))),
         Figure(same / n, float(share.low), float(share.high)), [_divergence(part) for part in np.array_split(kl, BINS, axis=1)],
@@ -165,12 +167,13 @@ def verdict(model_name: str, base: Result, results: Sequence[Result], tolerance:
     repeats = (f" Its long answers repeat themselves more than f16's ({r.repetition.value:.0%}, f16 {r.repetition_f16:.0%})."
                if r.repetition.value > r.repetition_f16 + 0.2 else "")
     return Verdict(r.kv_type, f"{_names(r)} is the smallest measured type that keeps {model_name} within a KLD of {tolerance:g} "
-                   f"({_interval(r.judged)}{' over the last quarter of the text' if r.window else ''}){retrieval}: {flags(r.kv_type, window)} ({r.bytes_f16 / r.bytes:.2f}x smaller than f16).{unsure}{repeats}{unable}", able)
+                   f"({_interval(r.judged)}{' over the last quarter of the text' if r.window else ''}){retrieval}: {flags(r.kv_type, window)} ({times(r.bytes_f16 / r.bytes)} than f16).{unsure}{repeats}{unable}", able)
 
 
 def flags(kv_type: tuple[str, str], window: dict[str, int | None] | None = None) -> str:
-    """What to give llama-server and its like; window: kv_sink and kv_recent where they are not the type's own."""
-    given = "".join(f" --{key.replace('_', '-')} {n}" for key, n in (window or {}).items() if n is not None)
+    """What to give llama-server and its like; window: kv_sink and kv_recent where they are not the default."""
+    default = dict(zip(("kv_sink", "kv_recent"), WINDOW))
+    given = "".join(f" --{key.replace('_', '-')} {n}" for key, n in (window or {}).items() if n not in (None, default[key]))
     return f"--cache-type-k {kv_type[0]} --cache-type-v {kv_type[1]}{given}"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Mean KLD of llama-perplexity --kl-divergence and ours over the same tokens.
+"""Mean KLD of llama-perplexity --kl-divergence and ours over the same tokens, without f16 windows.
 
     python tests/evaluation/agreement.py MODEL.gguf TEXT OUT.json [TYPE ...]      context 512, four chunks
 """
@@ -25,7 +25,7 @@ def theirs(program: str, model: Path, text: Path, folder: Path, kv_type: str, co
     """What llama-perplexity prints. It scores the second half of every chunk."""
     def run(*arguments: str) -> str:
         command = [program, "-m", str(model), "-f", str(text), "-c", str(context), "-b", str(context), "--chunks", str(chunks), "-fa", "on",
-                   "-t", str(os.cpu_count()), "--kl-divergence-base", str(folder / "base"), *arguments]
+                   "-t", str(os.cpu_count()), "--kv-sink", "0", "--kv-recent", "0", "--kl-divergence-base", str(folder / "base"), *arguments]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-2000:]
         return result.stdout + result.stderr
@@ -41,7 +41,7 @@ def ours(path: Path, text: Path, kv_type: str, context: int, chunks: int) -> flo
         bos = model.tokenize("")
         positions, divergence, reference = np.arange(context // 2, context - 1), [], []
         for name in ("f16", kv_type):
-            with Context(model, context, name, n_batch=context) as session:
+            with Context(model, context, name, n_batch=context, kv_sink=0, kv_recent=0) as session:
                 for i in range(chunks):
                     chunk = tokens[i * context:(i + 1) * context].copy()
                     chunk[:len(bos)] = bos

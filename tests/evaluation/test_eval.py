@@ -15,6 +15,7 @@ from pykvq.tiny_model import write_tiny_model
 
 SMALL = Setup(context=96, chunks=2, rows=48, lengths=(384,), texts=1, generated=12)
 TURBO3 = ("turbo3", "turbo3")
+BARE = {"kv_sink": 0, "kv_recent": 0}            # a text of 96 tokens would lie in the f16 window
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def opened(monkeypatch):
 
 
 def test_f16_against_itself_and_a_type_against_f16(model, tmp_path):
-    evaluation = Evaluation(model, SMALL, threads=2, folder=tmp_path)
+    evaluation = Evaluation(model, SMALL, threads=2, window=BARE, folder=tmp_path)
     evaluation.run([F16, TURBO3, ("f16", "turbo3")])
     f16, turbo3, values = (summary(evaluation, pair) for pair in (F16, TURBO3, ("f16", "turbo3")))
     assert f16.kld.value == pytest.approx(0, abs=1e-6) and f16.same_top.value == 1 and f16.lost == 0 and min(f16.first_divergence) == 12
@@ -52,12 +53,12 @@ def test_f16_against_itself_and_a_type_against_f16(model, tmp_path):
 
 
 def test_the_f16_pass_serves_later_types(model, tmp_path, opened):
-    Evaluation(model, SMALL, threads=2, folder=tmp_path).run([F16])
+    Evaluation(model, SMALL, threads=2, window=BARE, folder=tmp_path).run([F16])
     opened.clear()
-    Evaluation(model, SMALL, threads=2, folder=tmp_path).run([F16, TURBO3])
+    Evaluation(model, SMALL, threads=2, window=BARE, folder=tmp_path).run([F16, TURBO3])
     assert opened and F16 not in opened and "f16" not in opened
     opened.clear()
-    Evaluation(model, SMALL, threads=2, folder=tmp_path).run([F16, TURBO3])
+    Evaluation(model, SMALL, threads=2, window=BARE, folder=tmp_path).run([F16, TURBO3])
     assert opened == []
 
 
@@ -73,9 +74,9 @@ def test_an_interrupted_run_goes_on(model, tmp_path, after):
             if calls == after:
                 raise KeyboardInterrupt
         return advance
-    whole = Evaluation(model, SMALL, threads=2, folder=tmp_path / "whole")
+    whole = Evaluation(model, SMALL, threads=2, window=BARE, folder=tmp_path / "whole")
     whole.run([F16, TURBO3])
-    cut = Evaluation(model, SMALL, threads=2, folder=tmp_path / "cut")
+    cut = Evaluation(model, SMALL, threads=2, window=BARE, folder=tmp_path / "cut")
     with pytest.raises(KeyboardInterrupt):
         cut.run([F16, TURBO3], begin)
     cut.run([F16, TURBO3])
@@ -90,7 +91,7 @@ def test_the_work_that_is_announced_is_the_work_that_is_done(model, tmp_path):
     def begin(total):
         announced.append(total)
         return lambda label, n: done.append(n)
-    Evaluation(model, SMALL, threads=2, folder=tmp_path).run([F16, TURBO3], begin)
+    Evaluation(model, SMALL, threads=2, window=BARE, folder=tmp_path).run([F16, TURBO3], begin)
     assert sum(done) == pytest.approx(announced[0], rel=0.1)
 
 
@@ -120,7 +121,7 @@ def test_models_that_cannot_be_judged(build, words, tmp_path):
 @pytest.mark.parametrize("build", [architectures.hybrid, architectures.latent])
 def test_other_kinds_of_caches(build, tmp_path):
     with Model(build(tmp_path / "m.gguf")) as model:
-        evaluation = Evaluation(model, SMALL, threads=2, folder=tmp_path)
+        evaluation = Evaluation(model, SMALL, threads=2, window=BARE, folder=tmp_path)
         evaluation.run([F16, TURBO3])
         assert summary(evaluation, F16).kld.value == pytest.approx(0, abs=1e-5) and summary(evaluation, TURBO3).kld.value > 1e-4
 
@@ -138,7 +139,7 @@ def run(path, tmp_path, monkeypatch):
 
 
 def test_command_as_json(run):
-    result = run("--json", "--quiet", "--kv-type", "turbo3", "--tolerance", "100")
+    result = run("--json", "--quiet", "--kv-type", "turbo3", "--tolerance", "100", "--kv-sink", 0, "--kv-recent", 0)
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and result.stderr == "" and report["measured"]
     assert [r["kv_type"] for r in report["results"]] == [["turbo3", "turbo3"], ["turbo3", "f16"], ["f16", "turbo3"]]
@@ -155,7 +156,8 @@ def test_command_ends_with_the_verdict_and_1_when_nothing_fits(run):
 def test_a_window_that_holds_most_of_the_text_is_told(run):
     result = run("--json", "--kv-type", "turbo2", "--no-parts", "--kv-sink", 16, "--kv-recent", 64)
     row = json.loads(result.stdout)["results"][0]
-    assert 80 <= row["window"] <= 96 and "lie in its f16 window" in result.stderr
+    assert row["window"] == 80 and "of the 96 tokens of a text 80 lie in its f16 window" in result.stderr
+    assert json.loads(run("--json", "--kv-type", "turbo3", "--no-parts").stdout)["results"][0]["window"] == 27 + 84       # the default in 256 cells
     assert "lie in its f16 window" not in run("--json", "--kv-type", "turbo2", "--no-parts", "--kv-sink", 0, "--kv-recent", 0).stderr
 
 

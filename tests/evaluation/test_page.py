@@ -17,7 +17,8 @@ def page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYKVQ_CACHE_DIR", str(folder / "cache"))
         result = CliRunner().invoke(main, ["eval", str(architectures.sliding_window(folder / "tiny.gguf")), "--quick", "--ctx", "96", "--length", "384",
-                                           "--threads", "2", "--kv-type", "turbo3", "--kv-type", "q8_0", "--html", str(folder / "page.html")])
+                                           "--threads", "2", "--kv-type", "turbo3", "--kv-type", "q8_0", "--kv-sink", "0", "--kv-recent", "0",
+                                           "--html", str(folder / "page.html")])
     assert result.exit_code in (0, 1), result.output
     return folder / "page.html"
 

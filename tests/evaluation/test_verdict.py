@@ -42,7 +42,7 @@ def test_k_and_v_alone_are_candidates():
 
 def test_a_window_that_was_asked_for_is_among_the_flags():
     assert flags(("turbo2", "turbo2"), {"kv_sink": 0, "kv_recent": None}) == "--cache-type-k turbo2 --cache-type-v turbo2 --kv-sink 0"
-    assert flags(("turbo2", "turbo2")) == "--cache-type-k turbo2 --cache-type-v turbo2"
+    assert flags(("turbo2", "turbo2")) == flags(("turbo2", "turbo2"), {"kv_sink": 64, "kv_recent": 256}) == "--cache-type-k turbo2 --cache-type-v turbo2"
 
 
 def test_a_type_with_a_window_is_judged_by_the_end_of_a_long_text():

@@ -112,6 +112,24 @@ def errors(model: Model, kv_type, exact) -> list[float]:
     return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in zip(_logits(model, kv_type), exact)]
 
 
+def batch_beside_a_window(path: Path) -> float | None:
+    """Relative error of a batch's logits beside an f16 window with less room than the batch needs; None where the cache has no window."""
+    quiet_log()
+    with Model(path) as model:
+        if model.header.architecture == "t5":
+            return None
+        with Context(model, 128, "f16", n_batch=64, threads=1) as context:
+            exact = context.decode(_TOKENS[:_BATCH], 0, logits="all")
+        try:
+            with Context(model, 128, "turbo2", n_batch=64, threads=1, kv_sink=4, kv_recent=32) as context:
+                if not any(layer.n_window for layer in context.info()):
+                    return None
+                assert {layer.n_window for layer in context.info()} == {64} and _BATCH > 63 - 36
+                return float(np.linalg.norm(context.decode(_TOKENS[:_BATCH], 0, logits="all") - exact) / np.linalg.norm(exact))
+        except ValueError:
+            return None
+
+
 def _reason(error: ValueError, kv_type: str) -> str:
     """Without what belongs to this file alone, and whatever the type."""
     text = str(error).split(": ", 1)[-1].split("; run: ")[0].removeprefix("failed to initialize the context: ")

@@ -22,3 +22,10 @@ def test_a_wrong_cache_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setitem(families.TOLERANCE, "turbo4", 0.01)
     with pytest.raises(AssertionError):
         families.row(tmp_path, "dense")
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_a_batch_larger_than_the_ring_is_read_in_f16(name, tmp_path):
+    """As the f16 cache has it, because a batch counts as recent as a whole: the copy that the graph makes is right in every builder of attention."""
+    error = families.batch_beside_a_window(families.write(tmp_path / "m.gguf", name))
+    assert error is None or error < 4e-3

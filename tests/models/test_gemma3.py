@@ -7,6 +7,7 @@ from pykvq.engine import Context, Model, kl_divergence, quiet_log
 
 pytestmark = pytest.mark.slow
 READ, SCORED = 704, 96                           # beyond the window of 512
+BARE = dict(kv_sink=0, kv_recent=0)              # no f16 windows: the quantised rows are what is tested
 BOUNDS = {"turbo4": 0.25, "turbo3": 0.7, "turbo2": 3.0}
 
 
@@ -39,7 +40,7 @@ def f16(model, text):
 
 @pytest.mark.parametrize("kv_type", BOUNDS)
 def test_divergence_beyond_the_sliding_window(model, text, f16, kv_type):
-    with Context(model, 1024, kv_type, threads=2) as context:
+    with Context(model, 1024, kv_type, threads=2, **BARE) as context:
         assert {layer.swa for layer in context.info()} == {True, False}
         batch, single = logits(context, text)
     assert kl_divergence(f16[0], batch).mean() < BOUNDS[kv_type]
@@ -51,14 +52,14 @@ def test_divergence_beyond_the_sliding_window(model, text, f16, kv_type):
 @pytest.mark.parametrize("kv_type", BOUNDS)
 def test_small_window_cache(model, text, kv_type):
     """swa_full off keeps only the window's cells: fewer bytes, the same logits up to rounding."""
-    with Context(model, 1024, kv_type, threads=2) as full, Context(model, 1024, kv_type, threads=2, swa_full=False, n_batch=128) as small:
+    with Context(model, 1024, kv_type, threads=2, **BARE) as full, Context(model, 1024, kv_type, threads=2, **BARE, swa_full=False, n_batch=128) as small:
         assert small.info().bytes < full.info().bytes
         rows = [c.decode(text[:800], 0) for c in (full, small)]
     assert kl_divergence(*rows).mean() < BOUNDS[kv_type]
 
 
 def test_state_round_trip(model, text):
-    with Context(model, 1024, "turbo3", threads=2) as source, Context(model, 1024, "turbo3", threads=2) as target:
+    with Context(model, 1024, "turbo3", threads=2, **BARE) as source, Context(model, 1024, "turbo3", threads=2, **BARE) as target:
         source.decode(text[:600], 0)
         target.load(source.save(0), 0)
         # a saved window lies at other cells, so sums are taken in another order

@@ -157,7 +157,7 @@ def test_a_measured_bias_at_far_positions(measured, floats):
 
 @pytest.mark.parametrize("kv_type", ["turbo4", "oscar2"])
 def test_decoding_agrees_with_a_batch(measured, kv_type):
-    with Model(measured(bias=1.0)) as model, Context(model, 256, kv_type, threads=2) as context:
+    with Model(measured(bias=1.0)) as model, Context(model, 256, kv_type, threads=2, kv_sink=0, kv_recent=0) as context:
         batch = context.decode(TOKENS[:90], 0, logits="all")
         context.clear()
         alone = np.concatenate([context.decode(TOKENS[i:i + 1], i) for i in range(90)])

@@ -46,12 +46,12 @@ def prefill_and_decode(context, seq=0):
     return np.concatenate(rows + [context.decode(TOKENS[i:i + 1], i, seq) for i in range(70, 90)])
 
 
-def both(path, run, kv_type="f16", n_ctx=256, **options):
+def both(path, run, kv_type="f16", n_ctx=256, kv_sink=0, kv_recent=0, **options):
     """run(context) with the transforms and without; asserts that they were applied."""
     with Model(path) as model:
         out = []
         for kvq in ("auto", "off"):
-            with Context(model, n_ctx, kv_type, threads=2, kvq=kvq, **options) as context:
+            with Context(model, n_ctx, kv_type, threads=2, kvq=kvq, kv_sink=kv_sink, kv_recent=kv_recent, **options) as context:
                 assert bool(context.info().calibrated) == (kvq == "auto")
                 out.append(run(context))
         return out
@@ -114,7 +114,7 @@ def test_oscar2_keeps_keys_in_tiers_and_values_as_turbo2(calibrated, head_dim, b
     with Model(calibrated(head_dim, spread=1.5)) as model:
         with Context(model, 256, ("f16", "f16"), threads=2) as context:
             exact = prefill_and_decode(context)
-        with Context(model, 256, "oscar2", threads=2) as context:
+        with Context(model, 256, "oscar2", threads=2, kv_sink=0, kv_recent=0) as context:
             assert {(layer.type_k, layer.type_v) for layer in context.info()} == {(member("oscar2"), member("turbo2"))}
             assert relative(prefill_and_decode(context), exact) < 1
             context.clear()
@@ -122,7 +122,7 @@ def test_oscar2_keeps_keys_in_tiers_and_values_as_turbo2(calibrated, head_dim, b
             context.clear()
             alone = np.concatenate([context.decode(TOKENS[i:i + 1], i) for i in range(90)])
             assert relative(alone, batch) < 0.1                 # float products of another batch size flip a few codes
-        with Context(model, 256, ("oscar2", "f16"), threads=2) as context:
+        with Context(model, 256, ("oscar2", "f16"), threads=2, kv_sink=0, kv_recent=0) as context:
             assert relative(prefill_and_decode(context), exact) < 0.6
 
 

@@ -4,12 +4,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import architectures
 from calibrated import metadata, random_layers, write_sidecar
 from pykvq.engine import Context, Model, kl_divergence, quiet_log
+from pykvq.support import window_rows
 from window_reference import Reference
 
 TOKENS = [(7 * i * i + 3) % 256 for i in range(200)]
@@ -135,16 +136,20 @@ def test_a_context_shift_turns_calibrated_f16_keys(calibrated, open_context):
 # ---- the right copy: random sequences of all that a cache does, against a slow reference
 
 SEQS, SINK, RECENT = 3, 3, 6
-operations = st.lists(st.one_of(
-    st.tuples(st.just("decode"), st.integers(0, SEQS - 1), st.integers(1, 8)),
-    st.tuples(st.just("together"), st.just(0), st.just(0)),
-    st.tuples(st.just("copy"), st.integers(0, SEQS - 1), st.integers(0, SEQS - 1)),
-    st.tuples(st.just("restore"), st.integers(0, SEQS - 1), st.integers(0, SEQS - 1)),
-    st.tuples(st.just("cut"), st.integers(0, SEQS - 1), st.integers(1, 5)),
-    st.tuples(st.just("shift"), st.integers(0, SEQS - 1), st.integers(1, 4))), min_size=4, max_size=14)
 
 
-def play(context, reference, steps):
+def operations(most, steps=14):
+    """Batches of up to `most` tokens and what happens between them."""
+    return st.lists(st.one_of(
+        st.tuples(st.just("decode"), st.integers(0, SEQS - 1), st.integers(1, most)),
+        st.tuples(st.just("together"), st.just(0), st.just(most // 8)),
+        st.tuples(st.just("copy"), st.integers(0, SEQS - 1), st.integers(0, SEQS - 1)),
+        st.tuples(st.just("restore"), st.integers(0, SEQS - 1), st.integers(0, SEQS - 1)),
+        st.tuples(st.just("cut"), st.integers(0, SEQS - 1), st.integers(1, 5)),
+        st.tuples(st.just("shift"), st.integers(0, SEQS - 1), st.integers(1, 4))), min_size=4, max_size=steps)
+
+
+def play(context, reference, steps, longest=60):
     """Runs the steps on both; the largest relative difference of the logits of a batch."""
     worst, clock = 0.0, 0
 
@@ -160,14 +165,14 @@ def play(context, reference, steps):
             batch.append((token, position, seq, True))
         worst = max(worst, relative(context.decode_batch(batch), reference.decode(tokens)))
 
-    for name, seq, n in [("decode", 0, 8), *steps, ("together", 0, 0)]:
+    for name, seq, n in [("decode", 0, 8), *steps, ("together", 0, 1)]:
         length = reference.next(seq)
-        if length > 60:
+        if length > longest:
             continue
         if name == "decode":
             decode([seq] * n)
         elif name == "together":
-            decode([s for s in range(SEQS) if reference.next(s)] or [0])
+            decode(([s for s in range(SEQS) if reference.next(s)] or [0]) * n)
         elif name == "copy" and seq != n and length:
             context.remove(n, 0)
             context.copy(seq, n)
@@ -193,10 +198,28 @@ def play(context, reference, steps):
 def test_every_query_reads_the_copy_that_the_rule_picks(model, path, kv_type, unified):
     with Context(model, 256 * SEQS, kv_type, threads=1, n_batch=8, n_seq=SEQS, unified=unified, kv_sink=SINK, kv_recent=RECENT) as context:
         @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-        @given(operations)
+        @given(operations(8))
         def run(steps):
             context.clear()
             assert play(context, Reference(path, kv_type, SINK, RECENT, unified), steps) < 5e-3
+        run()
+
+
+# batches that find no room in the ring: rows in steps of 64, one that nobody reads, those of every sequence's window
+ROOM = {True: 63 - SEQS * (SINK + RECENT), False: 63 - SINK - RECENT}
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+@pytest.mark.parametrize("kv_type, limit", [(("f16", "turbo2"), 5e-3), (("turbo2", "turbo2"), 2e-2)], ids=str)      # 2e-2: queries of large batches keep more bits than the reference's
+def test_the_rule_holds_for_batches_larger_than_the_ring(model, path, kv_type, limit, unified):
+    with Context(model, 512 * SEQS, kv_type, threads=2, n_batch=192, n_seq=SEQS, unified=unified, kv_sink=SINK, kv_recent=RECENT) as context:
+        assert context.info()[0].n_window == 64
+
+        @settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+        @given(operations(72, 6))
+        def run(steps):
+            context.clear()
+            assert play(context, Reference(path, kv_type, SINK, RECENT, unified, ROOM[unified]), steps, 110) < limit
         run()
 
 
@@ -207,6 +230,15 @@ def test_another_rule_would_show(model, path, sink, recent):
         assert play(context, Reference(path, ("f16", "turbo2"), SINK, RECENT, True), steps) < 5e-3
         context.clear()
         assert play(context, Reference(path, ("f16", "turbo2"), sink, recent, True), steps) > 1e-2
+
+
+def test_another_rule_would_show_after_a_large_batch(model, path):
+    steps = [("decode", 0, 90), ("cut", 0, 4), ("decode", 0, 1)]
+    with Context(model, 512, ("f16", "turbo2"), threads=1, n_batch=192, kv_sink=SINK, kv_recent=RECENT) as context:
+        for room, good in ((ROOM[False], True), (1 << 30, False)):
+            context.clear()
+            worst = play(context, Reference(path, ("f16", "turbo2"), SINK, RECENT, True, room), steps, 200)
+            assert worst < 5e-3 if good else worst > 1e-2
 
 
 # ---- saved states
@@ -266,12 +298,28 @@ def test_a_state_without_a_window_is_as_before(open_context):
 # ---- what is told and refused
 
 def test_info_and_defaults(open_context):
-    assert open_context("turbo2", None, None, 2048).info()[0].n_window == 896     # 64 + 256 + a batch of 512 + 1, in steps of 64
+    for kv_type in ("turbo2", "turbo3", "turbo4", ("q8_0", "turbo4"), ("turbo3", "f16")):
+        info = open_context(kv_type, None, None, 2048).info()
+        assert (info[0].sink, info[0].recent, info[0].n_window) == (64, 256, 384)         # 64 + 256 + a small batch + 1, in steps of 64
     info = open_context("turbo2", 4, 16, n_batch=64).info()
-    assert info[0].n_window == 128 and info[0].bytes_window == 2 * 128 * 128 * 2
+    assert info[0].n_window == 64 and info[0].bytes_window == 2 * 64 * 128 * 2
     assert info.bytes == sum(layer.bytes_k + layer.bytes_v + layer.bytes_window for layer in info)
     for kv_type in ("f16", "q8_0"):
         assert open_context(kv_type, 4, 16).info()[0].n_window == 0
+
+
+@pytest.mark.parametrize("n_ctx, n_seq, sink, recent", [(256, 1, 27, 84), (512, 1, 59, 180), (768, 1, 64, 256), (1024, 4, 30, 93), (4096, 4, 64, 256)])
+def test_by_default_a_short_cache_stays_smaller_than_f16(open_context, n_ctx, n_seq, sink, recent):
+    info = open_context("turbo4", None, None, n_ctx, n_seq=n_seq, unified=True).info()
+    assert (info[0].sink, info[0].recent) == (sink, recent) and info[0].n_window <= max(n_ctx // 2, 64)
+    assert info.ratio > 1.2
+    assert info[0].n_window == window_rows("turbo4", "turbo4", n_ctx) or n_seq > 1
+
+
+def test_one_number_leaves_the_other_at_its_default(open_context):
+    for given, expected in (((0, None), (0, 256)), ((None, 0), (64, 0)), ((16, None), (16, 256))):
+        layer = open_context("turbo3", *given, 2048).info()[0]
+        assert (layer.sink, layer.recent) == expected and layer.n_window == window_rows("turbo3", "turbo3", 2048, *given)
 
 
 def test_no_more_rows_than_cells(open_context):

@@ -55,11 +55,11 @@ class Cell:
 class Reference:
     """The model of a GGUF that tiny_model.write_tiny_model wrote, head size 64."""
 
-    def __init__(self, path, kv_type: tuple[str, str], sink: int, recent: int, unified: bool):
+    def __init__(self, path, kv_type: tuple[str, str], sink: int, recent: int, unified: bool, room: int = 1 << 30):
         from gguf import GGUFReader
         self.w = {t.name: np.asarray(t.data, np.float32) for t in GGUFReader(path).tensors}
         self.k_type, self.v_type = kv_type
-        self.sink, self.recent, self.unified = sink, recent, unified
+        self.sink, self.recent, self.unified, self.room = sink, recent, unified, room
         self.cells: list[Cell] = []
 
     # ---- the rule
@@ -97,7 +97,11 @@ class Reference:
             cell.row = self.recent > 0 or cell.pos < self.sink
             self.cells.append(cell)
             new.append((token, seq, cell))
-        return self._forward(new)
+        logits = self._forward(new)
+        if self.recent and any(sum(self.unified or s == seq for _, s in entries) > self.room for seq in first):
+            for seq in first:                    # a batch without room in the ring leaves there what the next one needs
+                self.trim(seq, {})
+        return logits
 
     def copy(self, source: int, target: int) -> None:
         self.remove(target, 0)
