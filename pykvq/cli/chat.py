@@ -124,5 +124,5 @@ def chat(out: Output, model: Path | None, kv_type: tuple[str, str], window: dict
         if not sys.stdin.isatty():
             raise                                # a script must see that answers are missing
         click.echo(err=True)
-    out.note(f"{asked} answers, {llm.n_tokens} of {ctx} tokens used; {info}")
+    out.note(f"{asked} answer{'s' * (asked != 1)}, {llm.n_tokens} of {ctx} tokens used; {info}")
     llm.close()

@@ -22,11 +22,19 @@ from pykvq.cli.types import types
 
 
 class Group(click.Group):
-    """Usage errors and bad input end with 2, a negative verdict with 1; nothing ends in a traceback."""
+    """Usage errors and bad input end with 2 and one line, a negative verdict with 1; nothing ends in a traceback."""
+
+    def make_context(self, *args, **kwargs) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise usage(error) from error
 
     def invoke(self, ctx: click.Context):
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            raise usage(error) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except KeyboardInterrupt:
@@ -49,6 +57,14 @@ class CommandError(click.ClickException):
         click.echo(f"error: {self.message}", file=file or sys.stderr)
 
 
+def usage(error: click.UsageError) -> click.ClickException:
+    """click's own four lines as one: what is wrong, and the command that tells what is right. A group without a command goes on showing its help."""
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+        return error
+    path = error.ctx.command_path if error.ctx else "pykvq"
+    return CommandError(f"{' '.join(error.format_message().split()).removesuffix('.')}; run: {path} --help")
+
+
 def show_version(ctx: click.Context, _, wanted: bool) -> None:
     """Body of --version."""
     if not wanted or ctx.resilient_parsing:
@@ -63,7 +79,7 @@ def show_version(ctx: click.Context, _, wanted: bool) -> None:
     ctx.exit()
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("pykvq", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
               help="Print the versions of pykvq and of the llama.cpp in it.")
 def main() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import click
 
+from pykvq.cli.errors import InputError
 from pykvq.cli.model import KvType, model_argument, model_path, pair_name, window_options
 from pykvq.cli.output import Output, common, mebibytes, table
+from pykvq.kv_info import times
 
 DEFAULT_TYPES = ("f16", "q8_0", "q4_0", "turbo4", "turbo3", "turbo2")
 
@@ -97,6 +99,8 @@ def plan(out: Output, model: Path | None, kv_types: tuple, vram: int | None, aut
                              "longest_context": longest(header_only, pair, setup, budget, max(limit, setup.context)),
                              "bytes_per_token": traffic(m), "bytes_to_f16": traffic(m) / base,
                              "tokens_per_second_at_most": speed / traffic(m) if speed else None})
+    if not any(row["works"] for row in rows):
+        raise InputError(rows[0]["reason"])
     value = {"model": header.name, "architecture": header.architecture, "context": setup.context, "context_train": header.context_train,
              "parallel": parallel, "unified": unified, "ubatch": ubatch, "swa_full": swa_full, "budget": budget, "budget_is": where,
              "bandwidth": speed, "bandwidth_is": "given" if bandwidth else "measured" if speed else None, "estimated": True, "types": rows}
@@ -107,7 +111,10 @@ def plan(out: Output, model: Path | None, kv_types: tuple, vram: int | None, aut
         out.note(f"tokens/s: the bytes that a token reads with a full cache over {speed / 1e9:.1f} GB/s ({value['bandwidth_is']}); pykvq bench measures")
     if foreign and any(row.get("cuda_copies") for row in rows):
         out.note("compute of q4_0 and its like includes the f16 copies of a layer that CUDA makes, estimated: this build has no GPU backend")
-    sys.exit(0 if any(row.get("fits") for row in rows) else 1)
+    if any(row.get("fits") for row in rows):
+        sys.exit(0)
+    out.warn(f"no type fits into {budget / 2**30:.1f} GiB; use a smaller --ctx, --kv-type or model")
+    sys.exit(1)
 
 
 def _lines(row: dict, trained: int, speed: float | None):
@@ -120,6 +127,6 @@ def _lines(row: dict, trained: int, speed: float | None):
     window = f" with {mebibytes(row['window'])} of f16 window" if row["window"] else ""
     state = f" and {mebibytes(row['state'])} of state" if row["state"] else ""
     yield row["type"], "weights", mebibytes(row["weights"]), f"total {mebibytes(row['total'])}, {'fits' if row['fits'] else 'does not fit'}"
-    yield "", "KV cache", mebibytes(row["kv"]), (f"{row['kv_f16'] / row['kv']:.2f}x smaller" if row["kv"] else "none") + f"{window}{state}; {reach}"
+    yield "", "KV cache", mebibytes(row["kv"]), (times(row["kv_f16"] / row["kv"]) if row["kv"] else "none") + f"{window}{state}; {reach}"
     yield "", "compute", mebibytes(row["compute"]), (f"at most {row['tokens_per_second_at_most']:.0f} tokens/s" if speed
                                                      else f"{row['bytes_to_f16']:.2f} of f16's bytes a token")

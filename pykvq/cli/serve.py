@@ -1,6 +1,9 @@
 """pykvq serve."""
 from __future__ import annotations
 
+import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -14,6 +17,19 @@ def default_store() -> Path:
     """The user's folder of conversations."""
     import platformdirs
     return Path(platformdirs.user_data_dir("pykvq", appauthor=False)) / "conversations"
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that has the address before anything is loaded, and refuses connections until the server listens. Raises InputError."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if os.name == "posix":                   # elsewhere it would take a port that somebody listens on
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        return made
+    except OSError as error:
+        made.close()
+        raise InputError(f"cannot listen on {host}, port {port}: {error.strerror or error}; use another --port or --host") from error
 
 
 @click.command("serve")
@@ -45,6 +61,7 @@ def serve(out: Output, model: Path, epicache: bool, budget: int, room: int, kv_t
     from pykvq.epicache.extra import needed
     with needed("uvicorn"):
         import uvicorn
+    listener = bound(host, port)
 
     from pykvq.epicache.chat import EpiCache
     from pykvq.epicache.conversations import Conversations
@@ -55,9 +72,10 @@ def serve(out: Output, model: Path, epicache: bool, budget: int, room: int, kv_t
     info = made.context.info()
     out.note(f"{model.name}, {pair_name(kv_type)}, budget {budget}, encoder {made.encoder_name}: {mebibytes(info.bytes)} of cache, {info[0].cells} cells; "
              f"conversations in {folder}")
-    out.note(f"serving on http://{host}:{port}/v1; Ctrl-C ends it")
+    out.note(f"serving on http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1; Ctrl-C ends it")
     try:
-        uvicorn.run(create_app(conversations, model.stem), host=host, port=port, log_level="warning")
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(uvicorn.Config(create_app(conversations, model.stem), log_level="warning")).run([listener])
     finally:
         conversations.close()
         made.close()

@@ -140,3 +140,10 @@ def test_a_missing_package_is_one_line(monkeypatch, talker):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = run("serve", talker, "--epicache")
     assert result.exit_code == 2 and result.stderr == "error: EpiCache needs uvicorn; run: pip install 'pykvq[epicache]'\n"
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_loaded(talker, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = CliRunner().invoke(main, ["serve", str(talker), "--epicache", "--store", str(tmp_path), "--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "cannot listen on 127.0.0.1" in result.stderr and "use another --port" in result.stderr

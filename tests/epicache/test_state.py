@@ -17,7 +17,7 @@ TOKENS = np.random.default_rng(7).integers(0, 256, 80).tolist()
 @pytest.fixture(scope="module", params=TYPES, ids=str)
 def context(request, tiny_model):
     quiet_log()
-    with Model(tiny_model(64)) as model, Context(model, 256, request.param, threads=2) as made:
+    with Model(tiny_model(64)) as model, Context(model, 256, request.param, threads=2, kv_sink=0, kv_recent=0) as made:
         yield made
 
 

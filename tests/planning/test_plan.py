@@ -109,8 +109,8 @@ def plan():
 def test_command_prints_three_lines_a_type(plan, smollm2):
     result = plan(smollm2, "--vram", "1G", "--kv-type", "turbo3", "--kv-type", "q8_0,turbo2")
     assert result.exit_code == 0, result.stderr
-    for text in ("turbo3", "q8_0,turbo2", "4.92x smaller", "up to 8192 tokens (trained)", "fits"):
-        assert text in result.stdout
+    for text in ("turbo3", "q8_0,turbo2", "4.00x smaller with 8.4 MiB of f16 window", "up to 8192 tokens (trained)", "fits"):
+        assert text in " ".join(result.stdout.split())
     assert [result.stdout.count(part) for part in ("weights", "KV cache", "compute")] == [2, 2, 2]
 
 
@@ -136,6 +136,13 @@ def test_command_measures_bandwidth_for_this_machine_only(plan, smollm2):
 def test_nothing_fits(plan, smollm2):
     result = plan(smollm2, "--vram", "64M", "--kv-type", "turbo2")
     assert result.exit_code == 1 and "does not fit" in result.stdout and "no context fits" in " ".join(result.stdout.split())
+    assert "no type fits into 0.1 GiB; use a smaller --ctx" in result.stderr
+
+
+def test_no_type_that_works_is_an_error_of_one_line(plan, smollm2):
+    result = plan(smollm2, "--kv-type", "oscar2")
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "run: pykvq embed-rotations" in result.stderr
 
 
 def test_a_type_that_cannot_work_is_a_row_with_the_reason(plan, tiny_model):
