@@ -602,6 +602,7 @@ static void check_biases(const bool quick) {
         B(P(2, 2, 128, 2, 6, 1, 1, 256), 128, 0, 8);
         B(P(4, 4, 128, 2, 6, 40, 1, 133), 128, 64, 24);
         B(P(2, 2, 128, 8, 4, 2, 1, 640), 128, 64, 40);
+        B(P(2, 2, 64, 2, 7, 20, 1, 133), 64, 64, 16);
         return;
     }
     // the shapes of Qwen2: 0.5B, 1.5B, 7B, 72B
@@ -824,16 +825,17 @@ static double seconds_of(const ggml_backend_t backend, const std::function<ggml_
     return times[times.size()/2];
 }
 
-static void time_attention(const ggml_type tk, const ggml_type tv, const int tokens, const int seqs, const int n_kv, const double copy_rate, const int n_window = 0, const int n_pairs = 0, const bool broken = false) {
+static void time_attention(const ggml_type tk, const ggml_type tv, const int tokens, const int seqs, const int n_kv, const double copy_rate, const int n_window = 0, const int n_pairs = 0, const bool broken = false,
+        const int heads_kv = 8, const int gqa = 4) {
     attention p;
     p.n_window = n_window; p.n_rot = n_pairs ? 128 : 0; p.n_pairs = n_pairs; p.places = broken ? p.ONE_BREAK : p.IN_A_ROW;
-    p.tk = tk; p.tv = tv; p.dk = p.dv = 128; p.heads_kv = 8; p.gqa = 4; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
+    p.tk = tk; p.tv = tv; p.dk = p.dv = 128; p.heads_kv = heads_kv; p.gqa = gqa; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
     attention_data d;
-    d.q = gaussian(size_t(p.dk)*32*tokens*seqs, 2.0f);
+    d.q = gaussian(size_t(p.dk)*heads_kv*gqa*tokens*seqs, 2.0f);
     // one random megatoken pattern repeated is enough for timing, and quick to make
     auto repeat = [&](const ggml_type type) {
-        const bytes one = cache_data(type, 1024, 1024);
-        bytes all(ggml_row_size(type, 1024)*size_t(n_kv + 2)*seqs);
+        const bytes one = cache_data(type, 128*heads_kv, 1024);
+        bytes all(ggml_row_size(type, 128*heads_kv)*size_t(n_kv + 2)*seqs);
         for (size_t at = 0; at < all.size(); at += one.size()) {
             memcpy(all.data() + at, one.data(), std::min(one.size(), all.size() - at));
         }
@@ -843,11 +845,11 @@ static void time_attention(const ggml_type tk, const ggml_type tv, const int tok
     d.v = repeat(tv);
     d.mask.assign(size_t(2)*n_kv*tokens*seqs, 0);
     make_parts(p, d);
-    const double bytes_read = double(ggml_row_size(tk, 1024) + ggml_row_size(tv, 1024))*n_kv*seqs;
+    const double bytes_read = double(ggml_row_size(tk, 128*heads_kv) + ggml_row_size(tv, 128*heads_kv))*n_kv*seqs;
     const int copies = tokens > 64 ? 1 : std::max(2, std::min(16, int(5e8/bytes_read)));
     const double s = seconds_of(gpu, [&](graph_build & b, int) { return build_attention(p, d, b); }, copies, tokens > 64 ? 5 : 15);
-    printf("attention %-8s %-8s tokens %3d seqs %d n_kv %6d window %4d bias pairs %2d%s: %9.1f us %6.0f GB/s = %4.1f %% of copy %6.1f TFLOP/s\n", ggml_type_name(tk), ggml_type_name(tv), tokens, seqs, n_kv,
-        n_window, n_pairs, broken ? " with a break" : "", s*1e6, bytes_read/s*1e-9, 100.0*bytes_read/s/copy_rate, 4.0*32*128*double(n_kv)*tokens*seqs/s*1e-12);
+    printf("attention %-8s %-8s tokens %3d seqs %d n_kv %6d window %4d bias pairs %2d%s%s: %9.1f us %6.0f GB/s = %4.1f %% of copy %6.1f TFLOP/s\n", ggml_type_name(tk), ggml_type_name(tv), tokens, seqs, n_kv,
+        n_window, n_pairs, broken ? " with a break" : "", heads_kv != 8 ? (", KV heads " + std::to_string(heads_kv) + " of " + std::to_string(gqa)).c_str() : "", s*1e6, bytes_read/s*1e-9, 100.0*bytes_read/s/copy_rate, 4.0*heads_kv*gqa*128*double(n_kv)*tokens*seqs/s*1e-12);
     fflush(stdout);
 }
 
@@ -885,7 +887,7 @@ static void time_transforms() {
 // what an f16 window of 64 + 256 rows and a key bias add, in a quarter of the pairs and in all
 static void time_parts() {
     const double rate = time_copy();
-    const int parts[6][2] = { { 0, 0 }, { 320, 0 }, { 0, 16 }, { 320, 16 }, { 0, 64 }, { 320, 64 } };
+    const int parts[5][2] = { { 0, 0 }, { 320, 0 }, { 0, 16 }, { 320, 16 }, { 0, 64 } };
     for (const ggml_type t : { GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 }) {
         auto time_all_parts = [&](const int tokens, const int seqs, const int n_kv) {
             for (const auto & part : parts) {
@@ -898,6 +900,11 @@ static void time_parts() {
         }
         time_all_parts(1, 8, 32768);
         time_all_parts(512, 1, 32768);
+        for (const int n_kv : { 32768, 131072 }) {      // Qwen2.5 7B
+            for (const int n_pairs : { 0, 16 }) {
+                time_attention(t, kvq_value_type(t), 1, 1, n_kv, rate, 0, n_pairs, false, 4, 7);
+            }
+        }
     }
 }
 
