@@ -1,5 +1,6 @@
 """Saved states know what they are: another model, type or setting, a cut and a changed bit are refused, and nothing else changes."""
 import ctypes
+import struct
 
 import llama_cpp.llama_cpp as native
 import numpy as np
@@ -57,6 +58,29 @@ def test_states_without_a_header(context, unchanged, model, kv_type):
         plain.load(context.save(0), 0)
 
 
+@pytest.mark.parametrize("change", [{"rope_freq_base": 5e5}, {"rope_freq_scale": 0.5}, {"yarn_ext_factor": 1.0}, {"yarn_orig_ctx": 128}], ids=str)
+def test_other_frequencies(context, unchanged, model, monkeypatch, change):
+    """Keys are stored turned: under another RoPE they would be read as those of other positions."""
+    params = native.llama_context_default_params()
+    for name, value in change.items():
+        setattr(params, name, value)
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "llama_context_default_params", lambda: params)
+        state = of(model)
+    with pytest.raises(ValueError, match="under another setting; rope: "):
+        context.load(state, 0)
+
+
+@pytest.mark.parametrize("line, words", [(b"layout ", "layout: "), (b"tables fnv1a64:", "layout: "), (b"model ", "model: "), (b"transforms ", "transforms: ")])
+def test_another_version_of_any_line(context, unchanged, line, words):
+    """With a right checksum, as a newer or older pykvq would write it: only the rows are summed."""
+    state = context.save(0)
+    at = state.index(line) + len(line)
+    other = b"7" if state[at:at + 1] != b"7" else b"8"
+    with pytest.raises(ValueError, match=f"under another setting; {words}"):
+        context.load(state[:at] + other + state[at + 1:], 0)
+
+
 def test_a_fine_tune(context, unchanged, tmp_path):
     """The same shape and the same norms."""
     with Model(write_tiny_model(tmp_path / "tuned.gguf", 64, seed=1)) as tuned, pytest.raises(ValueError, match="under another setting; model: llama "):
@@ -89,6 +113,33 @@ def test_rows_that_do_not_fit_reach_the_reader_and_leave_the_other_sequence(cont
         with pytest.raises(ValueError):
             context.load(rows[:n], 0, bare=True)
         assert context.save(1) == other
+
+
+@pytest.mark.parametrize("pos", [-1, -2147483647, 2 ** 31 - 1])
+def test_positions_that_no_removal_would_find_again(context, pos):
+    """Found by tests/fuzz/state_reader.cpp: the cells stayed taken, until no token had room."""
+    rows, other = bytearray(context.save(0, bare=True)), context.save(1)
+    assert struct.unpack_from("<4i", rows, 8) == (1, 40, 0, 1)      # streams, cells, position and sequences of the first
+    struct.pack_into("<i", rows, 16, pos)
+    for _ in range(20):
+        with pytest.raises(ValueError):
+            context.load(bytes(rows), 0, bare=True)
+    assert context.save(1) == other
+    context.remove(0, 0)
+    context.decode([1] * 200, 0, 0, logits="none")
+
+
+@pytest.mark.parametrize("field, value", [(0, -1), (0, 2 ** 31 - 1), (1, 0), (1, 2), (2, 7), (2, -1)])
+def test_cells_of_a_whole_state_that_cannot_be(context, field, value):
+    """Position, number of sequences, sequence."""
+    state = bytearray(context.save(None, bare=True))
+    at = state.index(struct.pack("<6i", 0, 1, 0, 1, 1, 0)) + 4 * field
+    struct.pack_into("<i", state, at, value)
+    with pytest.raises(ValueError):
+        context.load(bytes(state), None, bare=True)
+    context.clear()
+    for seq in (0, 1):
+        context.decode(TOKENS, 0, seq, logits="none")
 
 
 def test_file_covers_its_tokens(context, unchanged, tmp_path):
