@@ -44,3 +44,16 @@ template <typename socket_fd>
     const auto ours = [](const ggml_tensor * t) { return t && (kvq_is_cache_type(t->type) || kvq_is_window_type(t->type)); };
     return ours(op) || std::any_of(op->src, op->src + GGML_MAX_SRC, ours);
 }
+
+// What a client asks about, with the sources that a backend reads without a look. No other operation touches our types.
+[[maybe_unused]] static bool kvq_is_whole(const ggml_tensor * op) {
+    int n;
+    switch (op->op) {
+        case GGML_OP_NONE: case GGML_OP_RESHAPE: case GGML_OP_VIEW: case GGML_OP_PERMUTE: case GGML_OP_TRANSPOSE: n = 0; break;
+        case GGML_OP_DUP: case GGML_OP_CONT:                                                                      n = 1; break;
+        case GGML_OP_CPY: case GGML_OP_GET_ROWS: case GGML_OP_SET_ROWS: case GGML_OP_MUL_MAT:                     n = 2; break;
+        case GGML_OP_FLASH_ATTN_EXT:                                                                              n = 3; break;
+        default: return false;
+    }
+    return std::all_of(op->src, op->src + n, [](const ggml_tensor * t) { return t != nullptr; });
+}

@@ -1,5 +1,6 @@
 """A model over two ggml-rpc-servers on this machine: every type as without them, other builds refused, a cut link an error."""
 import json
+import random
 import re
 import socket
 import struct
@@ -41,14 +42,16 @@ def free_port():
         return s.getsockname()[1]
 
 
+def rpc_server(folder):
+    """Port and process of a ggml-rpc-server that offers the CPU."""
+    port, log = free_port(), (folder / "log").open("w")
+    return port, subprocess.Popen([executable("ggml-rpc-server"), "-p", str(port), "-t", "1", "-d", "CPU"], stdout=log, stderr=log)
+
+
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory):
     """Two ggml-rpc-servers that offer the CPU."""
-    running = []
-    for _ in range(2):
-        port = free_port()
-        log = (tmp_path_factory.mktemp("rpc") / "log").open("w")
-        running.append((port, subprocess.Popen([executable("ggml-rpc-server"), "-p", str(port), "-t", "1", "-d", "CPU"], stdout=log, stderr=log)))
+    running = [rpc_server(tmp_path_factory.mktemp("rpc")) for _ in range(2)]
     for port, process in running:
         deadline = time.monotonic() + 60
         while True:
@@ -109,6 +112,96 @@ def test_unfit_server_is_refused_by_name(tiny_model, what, words):
     script = f"from pykvq.engine import quiet_log\nfrom pykvq.rpc import add_servers\nquiet_log()\nadd_servers({what()!r})"
     python = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert python.returncode == 1 and words in python.stderr.splitlines()[-1] and "ValueError" in python.stderr
+
+
+HELLO, SUPPORTS_OP = 14, 18                      # enum rpc_cmd
+
+
+def receive(connection, n):
+    data = b""
+    while len(data) < n:
+        more = connection.recv(n - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+def without_kernels(target):
+    """Port of a server that passes everything on, but has no kernel for what it is asked about."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def requests(near, far):
+        try:
+            while True:
+                head = receive(near, 9)
+                body = receive(near, struct.unpack("<BQ", head)[1])
+                near.sendall(struct.pack("<QB", 1, 0)) if head[0] == SUPPORTS_OP else far.sendall(head + body)
+        except (EOFError, OSError):
+            far.shutdown(socket.SHUT_RDWR)       # a close would wait for the other thread's recv
+
+    def answers(near, far):
+        try:
+            while data := far.recv(1 << 16):
+                near.sendall(data)
+        except OSError:
+            pass
+
+    def accept():
+        while True:
+            near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", target))
+            for way in (requests, answers):
+                threading.Thread(target=way, args=(near, far), daemon=True).start()
+    threading.Thread(target=accept, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_a_server_without_kernels_is_asked_before_the_cache_is_made(ports, tiny_model, able):
+    port = ports[0] if able else without_kernels(ports[0])
+    script = ("from pykvq.engine import Context, Model, quiet_log\nfrom pykvq.rpc import add_servers\nquiet_log()\n"
+              f"add_servers('127.0.0.1:{port}')\nContext(Model({str(tiny_model(64))!r}, 99), 256, 'turbo3').decode([1, 2], 0)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode == 0) == able, done.stderr
+    assert able or re.search("layer 0: device RPC.* has no kernel for cache type turbo3; use f16 or q8_0 there", done.stderr.splitlines()[-1])
+
+
+def test_a_malformed_question_does_not_end_the_server(tmp_path):
+    """Types and operations that exist, sources that are missing, shapes and strides of any kind."""
+    rng = random.Random(0)
+    port, process = rpc_server(tmp_path)
+
+    def tensor(op):
+        numbers = [rng.choice([0, 1, 4, 64, 128, 256]) for _ in range(8)]
+        parameters = [rng.choice([0, 1, -1, 5, 1 << 30]) for _ in range(16)]
+        return struct.pack("<QIQ8I I16ii 12QQQQ64si", 1, rng.choice([0, 1, 2, 8, 220, 225, 229, 235, 240, 245]), 0, *numbers, op, *parameters, *[0] * 16, b"x", 0)
+
+    def connect():
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+                connection.sendall(struct.pack("<BQ24x", HELLO, 24))
+                receive(connection, struct.unpack("<Q", receive(connection, 8))[0])
+                return connection
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, f"the server has ended with {process.poll()}"
+                time.sleep(0.1)
+    connection, answered = connect(), 0
+    try:
+        for _ in range(3000):
+            sources = [tensor(0) if rng.random() < 0.6 else bytes(len(tensor(0))) for _ in range(12)]
+            message = struct.pack("<I", 0 if rng.random() < 0.9 else 1 << 31) + tensor(rng.randrange(110)) + b"".join(sources)
+            try:
+                connection.sendall(struct.pack("<BQ", SUPPORTS_OP, len(message)) + message)
+                assert len(receive(connection, struct.unpack("<Q", receive(connection, 8))[0])) == 1
+                answered += 1
+            except (EOFError, ConnectionError):
+                connection = connect()
+        assert answered > 1000 and process.poll() is None
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def test_cut_link_is_an_error_and_not_an_abort(ports, tmp_path):
