@@ -12,6 +12,7 @@ from pykvq.native import library
 from pykvq.support import row_bytes
 
 _VERSIONS = 2, 3                                    # of the GGUF format
+_MAX_LAYERS = 512                                   # LLAMA_MAX_LAYERS
 _UINT32, _INT32, _ARRAY, _STRING = 4, 5, 9, 8       # enum gguf_type
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
@@ -126,6 +127,8 @@ class _Gguf:
             return max(self.numbers(f"{arch}.{key}"), default=default)
 
         layers = number("block_count")
+        if layers > _MAX_LAYERS:                 # a damaged number would become a list of that length
+            raise ModelFileError(f"{path} says that it has {layers} layers, and llama.cpp reads {_MAX_LAYERS}; download it again")
         heads = self.numbers(f"{arch}.attention.head_count") or [0]
         heads_kv = self.numbers(f"{arch}.attention.head_count_kv") or heads
         heads_kv = heads_kv * layers if len(heads_kv) == 1 else heads_kv[:layers]

@@ -49,6 +49,12 @@ def test_mla_stores_only_keys(tmp_path):
     assert h.block_dims == (64, 64) and h.cache_bytes("turbo3", "turbo3", 100) == 2 * 100 * 8 * 26
 
 
+def test_a_damaged_number_of_layers_takes_no_memory(tmp_path):
+    """Found by tests/fuzz/sidecar_reader.py: a list of two billion head counts."""
+    with pytest.raises(ModelFileError, match="says that it has 2147483647 layers, and llama.cpp reads 512"):
+        read_header(write_header_only(tmp_path / "m.gguf", "llama", block_count=2 ** 31 - 1, embedding_length=256, attention__head_count=4))
+
+
 def test_sliding_window_gives_a_lower_bound(tmp_path):
     h = read_header(write_header_only(tmp_path / "m.gguf", "gemma3", block_count=12, embedding_length=256, attention__head_count=4,
                                       attention__head_count_kv=1, attention__sliding_window=512))
