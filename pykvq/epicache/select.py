@@ -11,22 +11,16 @@ def select(scores: Sequence[np.ndarray], pinned: np.ndarray, budgets: Sequence[i
     that nothing should be read from fill the end: ~i, i the least attended one, see SequenceState.gather.
 
     scores: per layer float [heads_kv, cells], -inf for what must not stay; pinned: bool [cells], kept everywhere. Each head keeps its own
-    best, the published "pair-uniform". shared: the same cells everywhere, by the mean of the scores' ranks; `budgets` are then equal.
+    best, the published "pair-uniform". shared: the same cells everywhere, by the mean score; `budgets` are then equal.
     Raises ValueError when the pinned cells alone exceed a budget.
     """
     if pinned.sum() > min(budgets):
         raise ValueError(f"{pinned.sum()} tokens of system prompt and sinks must stay, and the budget is {min(budgets)}; raise it")
     if shared:
-        ranks = np.mean([rank(layer).mean(0) for layer in scores], 0)
-        chosen = _best(ranks[None], pinned, budgets[0], budgets[0])
+        # Not of ranks: few heads look for a fact, and theirs are the weights that stand out.
+        chosen = _best(np.mean([layer.mean(0) for layer in scores], 0)[None], pinned, budgets[0], budgets[0])
         return [np.repeat(chosen, len(layer), 0) for layer in scores]
     return [_best(layer, pinned, n, max(budgets)) for layer, n in zip(scores, budgets)]
-
-
-def rank(scores: np.ndarray) -> np.ndarray:
-    """Ranks 0..1 along the last axis, the best 1."""
-    order = scores.argsort(-1, kind="stable").argsort(-1)
-    return order / max(1, scores.shape[-1] - 1)
 
 
 def _best(scores: np.ndarray, pinned: np.ndarray, n: int, width: int) -> np.ndarray:

@@ -94,3 +94,9 @@ def test_both_formulas_of_a_layer_budget():
     assert layer_budgets(np.ones(3), 90, "code").tolist() == layer_budgets(np.ones(3), 90, "paper").tolist() == [90] * 3
     with pytest.raises(ValueError, match="code"):
         layer_budgets(s, 10, "v3")
+
+
+def test_one_head_that_stands_out_decides_for_all():
+    """Three heads spread their attention, one looks at a fact."""
+    flat = np.array([[.3, .2, .19, .18, .13, 0]] * 3 + [[.1, 0, 0, 0, 0, .9]])
+    assert select([flat], np.zeros(6, bool), [2], shared=True)[0].tolist() == [[0, 5]] * 4
