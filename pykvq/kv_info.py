@@ -11,7 +11,9 @@ from pykvq.support import type_name
 
 def times(ratio: float) -> str:
     """How a size compares with that of an f16 cache, which is `ratio` times as large."""
-    return f"{ratio:.2f}x smaller" if ratio >= 0.995 else f"{1 / ratio:.2f}x larger"
+    if round(ratio, 2) == 1:
+        return "1.00x"
+    return f"{ratio:.2f}x smaller" if ratio > 1 else f"{1 / ratio:.2f}x larger"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ import pytest
 
 import pykvq
 from pykvq.formats import TYPES
+from pykvq.kv_info import times
 from pykvq.support import KERNELS, OURS, VALID_NAMES, effective_type, family_of, row_bytes, supports, type_id, type_name
 
 
@@ -79,3 +80,8 @@ def test_ids_and_names_are_inverse():
 def test_row_bytes():
     assert row_bytes("turbo3", 64) == 26 and row_bytes("turbo2", 256) == 68 and row_bytes("turbo4", 576) == 9 * 34
     assert row_bytes("f16", 72) == 144 and row_bytes("q4_0", 64) == 36
+
+
+@pytest.mark.parametrize("ratio, words", [(4.923, "4.92x smaller"), (1.001, "1.00x"), (1, "1.00x"), (0.996, "1.00x"), (0.75, "1.33x larger")])
+def test_sizes_are_told_as_smaller_or_larger(ratio, words):
+    assert times(ratio) == words

@@ -44,7 +44,7 @@ def main() -> None:
     ap.add_argument("--json", action="store_true", help="print JSON, rows as they come on stderr")
     a = ap.parse_args()
     quiet_log()
-    rows, log = [], sys.stderr if a.json else sys.stdout
+    rows, exact, log = [], None, sys.stderr if a.json else sys.stdout
     configurations = [("f16", (0, 0)), *itertools.product(a.types, (tuple(map(int, w.split(","))) for w in a.windows))]
     with Model(a.model, a.gpu_layers) as model:
         trained = model.header.context_train
@@ -54,10 +54,13 @@ def main() -> None:
             if trained and retrieval.room(length) > trained:
                 print(f"{length} tokens and the questions are more than the {trained} that {model.header.name} is trained for; its answers may fail with any cache",
                       file=sys.stderr)
-            exact = None
             for name, window in configurations:
-                hits = found(model, a, length, (name.split(",")[0], name.split(",")[-1]), window)
-                exact = hits if exact is None else exact
+                try:
+                    hits = found(model, a, length, (name.split(",")[0], name.split(",")[-1]), window)
+                except ValueError as error:                      # a type that this model does not take; the others go on
+                    print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+                    continue
+                exact = hits if name == "f16" else exact
                 interval = stats.binomtest(int(hits.sum()), hits.size).proportion_ci(method="wilson")
                 rows.append({"tokens": length, "cache": name, "sink": window[0], "recent": window[1], "facts": hits.size, "found": int(hits.sum()),
                              "low": float(interval.low), "high": float(interval.high), "lost": int((exact & ~hits).sum()),

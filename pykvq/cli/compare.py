@@ -8,6 +8,7 @@ import click
 
 from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name, window_options
 from pykvq.cli.output import Output, common, mebibytes, table
+from pykvq.kv_info import times
 
 DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q4_0")
 PROMPT = "Explain in three sentences why the sky is blue."
@@ -44,12 +45,12 @@ def compare(out: Output, model: Path | None, kv_types: tuple, window: dict, prom
         results = comparison.compare(loaded, loaded.chat_tokens(prompt), pairs, n_ctx=ctx, max_tokens=max_tokens, depth=depth, threads=threads,
                                      window=window, step=step)
     base = results[0]
-    rows = [(pair_name(r.kv_type), mebibytes(r.bytes), f"{r.bytes_f16 / r.bytes:.2f}x", f"{r.tokens_per_second:.1f}",
+    rows = [(pair_name(r.kv_type), mebibytes(r.bytes), times(r.bytes_f16 / r.bytes), f"{r.tokens_per_second:.1f}",
              f"{r.tokens_per_second / base.tokens_per_second:.2f}", "" if r.kl_answer is None else f"{r.kl_answer:.4f}", f"{r.kl_text:.4f}")
             for r in results]
     answers = [(pair_name(r.kv_type), " ".join(r.answer.split())) for r in results]
     out.data({"model": loaded.header.name, "context": ctx, "depth": depth, "prompt": prompt, "measured": True,
               "results": [asdict(r) | {"speed_to_f16": r.tokens_per_second / base.tokens_per_second} for r in results]},
              table(f"{loaded.header.name}: cache at {ctx} tokens, decode at depth {depth}",
-                   ("type", ">KV cache", ">smaller", ">tokens/s", ">to f16", ">KL answer", ">KL text"), rows),
+                   ("type", ">KV cache", ">than f16", ">tokens/s", ">to f16", ">KL answer", ">KL text"), rows),
              table("\nanswers (greedy)", ("type", "answer"), answers))

@@ -11,6 +11,7 @@ import click
 from pykvq.cli.errors import InputError
 from pykvq.cli.model import KvType, check_input, model_argument, model_path, pair_name, window_options
 from pykvq.cli.output import Output, common, table
+from pykvq.kv_info import times
 
 DEFAULT_TYPES = ("turbo4", "turbo3", "turbo2", "q8_0", "q4_0")
 
@@ -101,7 +102,7 @@ def tables(value: dict):
     def row(r: dict):
         kld, q = r["kld"], r["kld_quantiles"]
         spread = "" if kld["low"] is None else f"{kld['low']:.3g}..{kld['high']:.3g}"
-        return (pair_name(tuple(r["kv_type"])), f"{r['smaller']:.2f}x", f"{kld['value']:.4f}", spread, f"{q['99']['value']:.3f}",
+        return (pair_name(tuple(r["kv_type"])), times(r['smaller']), f"{kld['value']:.4f}", spread, f"{q['99']['value']:.3f}",
                 f"{r['perplexity_ratio']['value']:.3f}", f"{100 * r['same_top']['value']:.1f}")
 
     def behaviour(r: dict):
@@ -110,6 +111,6 @@ def tables(value: dict):
                 f"{sum(ends) / len(ends):.0f}", f"{100 * r['repetition']['value']:.0f}", f"{100 * r['repetition_f16']:.0f}")
     rows = value["results"]
     yield table(f"{value['model']} against its f16 cache, {value['text']}; f16 perplexity {value['f16']['perplexity']:.2f}",
-                ("type", ">smaller", ">KLD", ">95 %", ">p99", ">PPL to f16", ">same top %"), map(row, rows))
+                ("type", ">than f16", ">KLD", ">95 %", ">p99", ">PPL to f16", ">same top %"), map(row, rows))
     yield table(f"\nplanted facts (f16 finds {value['f16']['found']}) and greedy runs",
                 ("type", ">found", ">lost", ">gained", ">KLD per doubling", ">equal tokens", ">repeats %", ">f16 repeats %"), map(behaviour, rows))

@@ -7,6 +7,7 @@ import click
 
 from pykvq.cli.output import Output, common, table
 from pykvq.formats import TYPES
+from pykvq.kv_info import times
 from pykvq.support import KERNELS, OURS, UPSTREAM, VALID_NAMES, effective_type, row_bytes, supports
 
 
@@ -31,8 +32,8 @@ def types(out: Output, head_dim: int, backend: str) -> None:
     Exits with 1 when none of turbo2, turbo3, turbo4 and oscar2 works for this head size and backend.
     """
     rows = [describe(name, head_dim, backend) for name in VALID_NAMES]
-    cells = [(r["type"], f"{r['bits_per_value']:.3f}", f"{r['smaller_than_f16']:.2f}x", r["effective"], "yes") if r["supported"]
+    cells = [(r["type"], f"{r['bits_per_value']:.3f}", times(r["smaller_than_f16"]), r["effective"], "yes") if r["supported"]
              else (r["type"], "", "", "", f"no: {r['reason']}; {r['fix']}") for r in rows]
     out.data({"head_dim": head_dim, "backend": backend, "types": rows},
-             table(f"cache types, head size {head_dim}, {backend}", ("type", ">bits/value", ">smaller than f16", "effective type", "works"), cells))
+             table(f"cache types, head size {head_dim}, {backend}", ("type", ">bits/value", ">than f16", "effective type", "works"), cells))
     sys.exit(0 if any(r["supported"] for r in rows if r["type"] in OURS) else 1)
