@@ -48,7 +48,7 @@ template <int BITS, int D, int N, int TILE, int THREADS, int SD> static __device
         uint32_t lo[EACH], hi[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int u = q + i*PER;
+            const int u = B::units % PER == 0 ? q + i*PER : min(q + i*PER, B::units - 1);       // the last thread's repeats are not stored
             lo[i] = kvq_ld16(block + 2*u);
             hi[i] = BITS == 3 ? kvq_hi16<N>(block, u) : 0u;
         }

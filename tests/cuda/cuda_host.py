@@ -24,6 +24,8 @@ ROOT = HERE.parents[1]
 HOST = HERE / "host"
 KERNELS = ROOT / "ggml_kernels/cuda"
 GRID = HERE / "test-kvq-cuda.cpp"
+sys.path.insert(0, str(ROOT / "tests/host"))
+
 CXX = "g++"
 MISSING = [tool for tool in (CXX,) if not shutil.which(tool)] + ([] if sys.platform == "linux" else ["Linux"])
 
@@ -31,10 +33,10 @@ COMMON = ["-std=c++17", "-fno-pie", "-DKVQ_HOST_MACHINE", "-DKVQ_HOPPER"]
 MACHINE = ["-O2", "-Wall", "-Wextra", "-Wno-unused-function"]
 PLAIN = ["-O1", "-x", "c++", "-Wno-unknown-pragmas"]
 # Loads and stores become calls: ThreadSanitizer's instrumentation, not its runtime. Products and sums stay apart, as in the reference.
-WATCHED = [*PLAIN, "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-ffp-contract=off", "-fno-extern-tls-init"]
+WATCHED = [*PLAIN, "-g1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-ffp-contract=off", "-fno-extern-tls-init"]
 
 # head sizes of the decode kernels that the quick grid runs, by store of K and V (5: oscar2)
-QUICK = {"22": (64, 128), "33": (64, 128, 256), "44": (64, 128), "52": (80, 128), "53": (64,)}
+QUICK = {"22": (64, 128), "33": (64, 128, 256), "44": (64, 128), "52": (80, 128)}
 QUICK_PREFILL = (64, 80, 96, 128, 256)
 SHAPE = {256: "kvq_decode_make<{k}, {v}, 256, 256, 128, 128, 1, 32, 3, 1>()"}
 
@@ -94,7 +96,11 @@ class Machine:
         cases = "".join(f"    if (dk == {d}) {{ return {SHAPE.get(d, 'kvq_decode_small<{k}, {v}, {d}>()').format(k=k, v=v, d=d)}; }}\n" for d in heads)
         text = (f'#include "kvq-decode-shapes.cuh"\nkvq_decode_entry kvq_find_decode_{pair}(int dk, int dv, bool v_is_k) {{\n'
                 f"    if (v_is_k || dk != dv) {{ return {{}}; }}\n{cases}    return {{}};\n}}\n")
-        path = self.folder / f"quick-{pair}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.cu"
+        return self.written(f"quick-{pair}", text)
+
+    def written(self, name: str, text: str) -> Path:
+        """A source file with this text."""
+        path = self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.cu"
         if not path.exists():
             path.write_text(text)
         return path
@@ -105,13 +111,10 @@ class Machine:
         heads = [h for h in (p.stem.split("-")[-1] for p in sorted((KERNELS / "instances").glob("kvq-prefill-*.cu"))) if int(h) not in QUICK_PREFILL]
         text = '#include "kvq-launch.cuh"\n' + "".join(f"kvq_decode_entry kvq_find_decode_{p}(int, int, bool) {{ return {{}}; }}\n" for p in pairs) + "".join(
             f"kvq_prefill_entry kvq_find_prefill_{h}(int, bool, int) {{ return {{}}; }}\nkvq_fattn_kernel kvq_find_combine_{h}(int, bool) {{ return nullptr; }}\n" for h in heads)
-        path = self.folder / f"none-{hashlib.sha256(text.encode()).hexdigest()[:8]}.cu"
-        if not path.exists():
-            path.write_text(text)
-        return path
+        return self.written("none", text)
 
-    def objects(self, whole: bool) -> list[Path]:
-        """Everything but the program's own file."""
+    def jobs(self, whole: bool) -> list[tuple[Path, list[str]]]:
+        """Sources with their flags, but for the program's own file; the longest first."""
         k = self.kernels
         jobs = [*((HOST / f"{n}.cpp", MACHINE) for n in ("machine", "memory", "device")), (k / "kvq-cuda.cu", PLAIN), (k / "kvq-kernels.cu", PLAIN),
                 (k / "kvq-rows.cu", WATCHED), (k / "kvq-transform.cu", WATCHED), (k / "hopper/kvq-hopper.cu", WATCHED)]
@@ -120,15 +123,14 @@ class Machine:
         else:
             jobs += [(self.quick_source(*q), WATCHED) for q in QUICK.items()]
             jobs += [(k / f"instances/kvq-prefill-{d}.cu", WATCHED) for d in QUICK_PREFILL] + [(self.no_kernels(), PLAIN)]
-        # the longest first
-        jobs.sort(key=lambda j: ("decode" not in j[0].name and "quick" not in j[0].name, "prefill" not in j[0].name))
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            return list(pool.map(lambda j: self.compile(*j), jobs))
+        return sorted(jobs, key=lambda j: ("decode" not in j[0].name and "quick" not in j[0].name, "rows" not in j[0].name, "prefill" not in j[0].name))
 
-    def program(self, out: Path, source: Path = GRID, whole: bool = False) -> Path:
-        """An executable of one C++ file with the host device in it."""
-        libraries = library_dir()
-        objects = [*self.objects(whole), self.compile(source, ["-O1"])]
+    def program(self, out: Path, source: Path = GRID, whole: bool = False, replaced: dict[str, Path] | None = None) -> Path:
+        """An executable of one C++ file with the host device in it. replaced: objects that stand for those of these sources."""
+        libraries, replaced = library_dir(), replaced or {}
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+            objects = list(pool.map(lambda j: self.compile(*j), [*(j for j in self.jobs(whole) if j[0].name not in replaced), (source, ["-O1"])]))
+        objects += replaced.values()
         run(CXX, "-no-pie", *objects, "-rdynamic", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lggml", "-lggml-base", "-lggml-cpu", "-ldl", "-lpthread", "-o", out)
         return out
 

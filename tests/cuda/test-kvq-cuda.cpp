@@ -1,6 +1,7 @@
 // Every CUDA operation of the cache types against the CPU backend, which defines the right answer.
 //   test-kvq-cuda            the whole grid; exit code 1 when something differs, 77 without a CUDA device
 //   test-kvq-cuda quick      a small grid, for compute-sanitizer
+//   test-kvq-cuda host       beside the small grid, what else the host machine runs (tests/cuda/host)
 //   test-kvq-cuda time       attention and cache writes timed beside upstream's f16, q8_0 and q4_0
 //   test-kvq-cuda parts      attention timed with an f16 window and with a key bias beside neither
 //   test-kvq-cuda bandwidth  attention of one token at 131072 and of 8 sequences of 32768 as a share of a device copy
@@ -660,6 +661,46 @@ static void check_biases(const bool quick) {
     }
 }
 
+// Every type's rows, and each option of attention once, in contexts of a few tiles.
+static void check_host() {
+    for (const ggml_type type : cache_types()) {
+        check_rows(type);
+    }
+    check_rows(GGML_TYPE_TURBO_F16_64);
+    check_four_writes(member(3, 96), member(4, 96));
+    for (int gqa = 1; gqa <= 8; ++gqa) {
+        const int s = 2 + gqa % 3;
+        check_attention(P(s, s, gqa % 2 ? 64 : 128, 2, gqa, gqa < 5 ? 2 : 1, 1, 60 + 9*gqa));
+    }
+    for (const int tokens : { 1, 8 }) {       // the kernels of a cluster, and those of whole tiles
+        for (const int n_kv : { 64, 1088 }) {
+            check_attention(P(2, 2, 128, 8, 1, tokens, 1, n_kv));
+            check_attention(P(4, 4,  64, 8, 1, tokens, 2, n_kv));
+        }
+    }
+    for (const int tokens : { 1, 8, 64 }) {   // both kinds of decode kernels, prefill by mma.sync, by wgmma
+        for (const int d : { 64, 128 }) {
+            attention p = P(3, 3, d, 2, tokens == 8 ? 4 : 2, tokens, 1, 150);
+            p.sinks = true;                       check_attention(p);
+            p.softcap = 15.0f; p.seqs = 2;        check_attention(p);
+            p.one_mask = true; p.n_window = 64;   check_attention(p);
+            p.softcap = 0.0f; p.max_bias = 8.0f;  check_attention(p);
+            p.max_bias = 0.0f; p.mask = false;    check_attention(p);
+            p.mask = p.cache_hidden = true;       check_attention(p);
+        }
+    }
+    check_attention(P(2, 16, 128, 1, 8, 40, 1, 130));
+    check_attention(P(16, 4,  64, 1, 8, 40, 1, 130));
+    check_attention(P(8, 3,  128, 1, 4, 100, 1, 200));
+    check_attention(P(OSCAR2, 8, 128, 2, 4, 48, 1, 140));
+    check_attention(P(3, 3, 256, 1, 4, 40, 1, 100));
+    for (const int n_window : { 64, 192 }) {
+        attention p = P(OSCAR2, 2, 128, 1, 4, 64, 1, 200);
+        p.n_window = n_window;       check_attention(p);
+        p.tk = p.tv = member(4, 64); p.dk = p.dv = 64; check_attention(p);
+    }
+}
+
 static void check_all(const bool quick) {
     check_transforms(quick);
     if (quick) {
@@ -958,7 +999,11 @@ int main(int argc, char ** argv) {
     } else if (mode == "bandwidth") {
         time_bandwidth();
     } else {
-        check_all(mode == "quick");
+        if (mode == "host") {
+            check_host();
+        } else {
+            check_all(mode == "quick");
+        }
         printf("%d checks, %d failures\n", checks, failures);
     }
     ggml_backend_free(gpu);

@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HOST = HERE / "host"
 KERNELS = ROOT / "ggml_kernels/metal"
-sys.path.insert(0, str(HOST))
+sys.path[:0] = [str(HOST), str(ROOT / "tests/host")]
 
 from translate import translate          # noqa: E402
 

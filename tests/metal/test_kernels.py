@@ -3,11 +3,11 @@
 Lanes of a simdgroup run in no promised order here, so only barriers order memory; every access is checked.
 """
 import json
-import re
 
 import pytest
 
 from metal_host import HERE, ROOT, execute
+from host_grid import in_parts      # tests/host, by metal_host
 
 GRID = ROOT / "tests/cuda/test-kvq-cuda.cpp"
 
@@ -34,33 +34,21 @@ def test_operations_match_the_cpu(machine, libraries):
 
 
 PARTS = 8
-FILTER = """
-#include <cstdlib>
-// the checks of other parts, and those that would take a CPU minutes
-static bool left_out(const double work) {
-    static int n;
-    return work > 1e7 || n++ % PARTS != atoi(getenv("METAL_HOST_PART"));
-}
-"""
-WORK = "double(p.dk)*p.heads_kv*p.gqa*p.tokens*p.seqs*(p.n_kv + p.n_window)"
 
 
 @pytest.fixture(scope="module")
 def whole_grid(machine):
     """The CUDA test's whole grid, one eighth a run."""
-    text = GRID.read_text()
-    for name, work in (("rows", "0"), ("attention", WORK), ("write_and_attention", WORK), ("four_writes", "0")):
-        text, count = re.subn(rf"(static void check_{name}\([^)]*\) {{\n)", rf"\1    if (left_out({work})) {{ return; }}\n", text, count=1)
-        assert count, f"check_{name} has changed"
     source = machine.folder / "grid.cpp"
-    source.write_text(FILTER.replace("PARTS", str(PARTS)) + text)
+    source.write_text(in_parts(GRID.read_text(), 1e7))
     return machine.program(source)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_whole_grid(libraries, whole_grid, part, monkeypatch):
-    monkeypatch.setenv("METAL_HOST_PART", str(part))
+    monkeypatch.setenv("HOST_PART", str(part))
+    monkeypatch.setenv("HOST_PARTS", str(PARTS))
     done = execute(whole_grid, libraries)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "FAULT" not in done.stdout and " 0 failures" in done.stdout

@@ -10,7 +10,9 @@
 #define __device__
 #define __host__
 #define __constant__
-#define __forceinline__ inline
+// a call that returns a struct into memory is not watched by the compiler; one that is inlined is
+#define __forceinline__ inline __attribute__((always_inline))
+#define KVQ_HOST_INLINE static inline __attribute__((always_inline))
 #define __shared__ thread_local           // one storage, also for the "extern" array; the machine clears it for every block
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -27,32 +29,32 @@ extern dim3 blockDim, gridDim;
 
 #define KVQ_HOST_VECTOR2(T, NAME, BYTES) \
     struct alignas(BYTES) NAME { T x, y; }; \
-    static inline NAME make_##NAME(T x, T y) { return { x, y }; }
+    KVQ_HOST_INLINE NAME make_##NAME(T x, T y) { return { x, y }; }
 #define KVQ_HOST_VECTOR4(T, NAME) \
     struct alignas(16) NAME { T x, y, z, w; }; \
-    static inline NAME make_##NAME(T x, T y, T z, T w) { return { x, y, z, w }; }
+    KVQ_HOST_INLINE NAME make_##NAME(T x, T y, T z, T w) { return { x, y, z, w }; }
 KVQ_HOST_VECTOR2(float, float2, 8) KVQ_HOST_VECTOR2(uint32_t, uint2, 8) KVQ_HOST_VECTOR2(int, int2, 8)
 KVQ_HOST_VECTOR4(float, float4) KVQ_HOST_VECTOR4(uint32_t, uint4) KVQ_HOST_VECTOR4(int, int4)
 
-static inline int      min(int a, int b)           { return a < b ? a : b; }
-static inline int      max(int a, int b)           { return a < b ? b : a; }
-static inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
-static inline unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
+KVQ_HOST_INLINE int      min(int a, int b)           { return a < b ? a : b; }
+KVQ_HOST_INLINE int      max(int a, int b)           { return a < b ? b : a; }
+KVQ_HOST_INLINE unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+KVQ_HOST_INLINE unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
-static inline uint32_t __float_as_uint(float x)    { uint32_t u; memcpy(&u, &x, 4); return u; }
-static inline float    __uint_as_float(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-static inline int      __float2int_rn(float x)     { return int(rintf(x)); }
-static inline int      __ffs(int x)                { return __builtin_ffs(x); }
-static inline int      __popc(unsigned x)          { return __builtin_popcount(x); }
-static inline float    __fadd_rn(float a, float b) { return a + b; }
-static inline float    __fsub_rn(float a, float b) { return a - b; }
-static inline float    __fmul_rn(float a, float b) { return a*b; }
-static inline float    __fdiv_rn(float a, float b) { return a/b; }
-static inline float    __fsqrt_rn(float a)         { return sqrtf(a); }
-static inline float    rsqrtf(float a)             { return 1.0f/sqrtf(a); }
+KVQ_HOST_INLINE uint32_t __float_as_uint(float x)    { uint32_t u; memcpy(&u, &x, 4); return u; }
+KVQ_HOST_INLINE float    __uint_as_float(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+KVQ_HOST_INLINE int      __float2int_rn(float x)     { return int(rintf(x)); }
+KVQ_HOST_INLINE int      __ffs(int x)                { return __builtin_ffs(x); }
+KVQ_HOST_INLINE int      __popc(unsigned x)          { return __builtin_popcount(x); }
+KVQ_HOST_INLINE float    __fadd_rn(float a, float b) { return a + b; }
+KVQ_HOST_INLINE float    __fsub_rn(float a, float b) { return a - b; }
+KVQ_HOST_INLINE float    __fmul_rn(float a, float b) { return a*b; }
+KVQ_HOST_INLINE float    __fdiv_rn(float a, float b) { return a/b; }
+KVQ_HOST_INLINE float    __fsqrt_rn(float a)         { return sqrtf(a); }
+KVQ_HOST_INLINE float    rsqrtf(float a)             { return 1.0f/sqrtf(a); }
 
 // bytes of (b, a), by the nibbles of sel; bit 3 of a nibble spreads the byte's sign
-static inline uint32_t kvq_host_prmt(uint32_t a, uint32_t b, uint32_t sel) {
+KVQ_HOST_INLINE uint32_t kvq_host_prmt(uint32_t a, uint32_t b, uint32_t sel) {
     const uint64_t bytes = uint64_t(b) << 32 | a;
     uint32_t r = 0;
     for (int i = 0; i < 4; ++i) {
@@ -61,20 +63,20 @@ static inline uint32_t kvq_host_prmt(uint32_t a, uint32_t b, uint32_t sel) {
     }
     return r;
 }
-static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t sel) { return kvq_host_prmt(a, b, sel & 0x7777); }
+KVQ_HOST_INLINE uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t sel) { return kvq_host_prmt(a, b, sel & 0x7777); }
 
 // ---- warps and blocks ----
 
 #define KVQ_HOST_HERE int where = __builtin_LINE()
-static inline void __syncthreads(KVQ_HOST_HERE)                         { cuda_host::sync_block(where); }
-static inline void __syncwarp(unsigned = 0xFFFFFFFFu, KVQ_HOST_HERE)    { cuda_host::sync_warp(where); }
+KVQ_HOST_INLINE void __syncthreads(KVQ_HOST_HERE)                         { cuda_host::sync_block(where); }
+KVQ_HOST_INLINE void __syncwarp(unsigned = 0xFFFFFFFFu, KVQ_HOST_HERE)    { cuda_host::sync_warp(where); }
 
 namespace cuda_host {
 uint32_t shuffle(uint32_t mask, uint32_t x, int from, const char * what, int where);       // of the lane's own choice
 uint32_t ballot(uint32_t mask, bool x, const char * what, int where);
 int      lane();
 }
-template <typename T> static inline T kvq_host_shuffle(unsigned mask, T x, int from, const char * what, int where) {
+template <typename T> KVQ_HOST_INLINE T kvq_host_shuffle(unsigned mask, T x, int from, const char * what, int where) {
     static_assert(sizeof(T) == 4, "words are exchanged");
     uint32_t u;
     memcpy(&u, &x, 4);
@@ -82,12 +84,12 @@ template <typename T> static inline T kvq_host_shuffle(unsigned mask, T x, int f
     memcpy(&x, &u, 4);
     return x;
 }
-template <typename T> static inline T __shfl_sync(unsigned mask, T x, int from, KVQ_HOST_HERE)          { return kvq_host_shuffle(mask, x, from & 31, "__shfl_sync", where); }
-template <typename T> static inline T __shfl_xor_sync(unsigned mask, T x, int lanes, KVQ_HOST_HERE)     { return kvq_host_shuffle(mask, x, cuda_host::lane() ^ lanes, "__shfl_xor_sync", where); }
-template <typename T> static inline T __shfl_down_sync(unsigned mask, T x, int n, KVQ_HOST_HERE) {
+template <typename T> KVQ_HOST_INLINE T __shfl_sync(unsigned mask, T x, int from, KVQ_HOST_HERE)          { return kvq_host_shuffle(mask, x, from & 31, "__shfl_sync", where); }
+template <typename T> KVQ_HOST_INLINE T __shfl_xor_sync(unsigned mask, T x, int lanes, KVQ_HOST_HERE)     { return kvq_host_shuffle(mask, x, cuda_host::lane() ^ lanes, "__shfl_xor_sync", where); }
+template <typename T> KVQ_HOST_INLINE T __shfl_down_sync(unsigned mask, T x, int n, KVQ_HOST_HERE) {
     const int l = cuda_host::lane();
     return kvq_host_shuffle(mask, x, l + n < 32 ? l + n : l, "__shfl_down_sync", where);
 }
-static inline unsigned __ballot_sync(unsigned mask, bool x, KVQ_HOST_HERE) { return cuda_host::ballot(mask, x, "__ballot_sync", where); }
-static inline bool     __any_sync(unsigned mask, bool x, KVQ_HOST_HERE)    { return cuda_host::ballot(mask, x, "__any_sync", where) != 0; }
-static inline bool     __all_sync(unsigned mask, bool x, KVQ_HOST_HERE)    { return cuda_host::ballot(mask, x, "__all_sync", where) == 0xFFFFFFFFu; }
+KVQ_HOST_INLINE unsigned __ballot_sync(unsigned mask, bool x, KVQ_HOST_HERE) { return cuda_host::ballot(mask, x, "__ballot_sync", where); }
+KVQ_HOST_INLINE bool     __any_sync(unsigned mask, bool x, KVQ_HOST_HERE)    { return cuda_host::ballot(mask, x, "__any_sync", where) != 0; }
+KVQ_HOST_INLINE bool     __all_sync(unsigned mask, bool x, KVQ_HOST_HERE)    { return cuda_host::ballot(mask, x, "__all_sync", where) == 0xFFFFFFFFu; }

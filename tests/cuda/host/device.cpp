@@ -6,11 +6,13 @@
 #include "kvq-cuda.cuh"
 
 #include <cxxabi.h>
-#include <dlfcn.h>
+#include <link.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <fstream>
+#include <iterator>
 #include <map>
 
 using namespace cuda_host;
@@ -40,16 +42,35 @@ cudaError_t cudaMemcpyAsync(void * to, const void * from, const size_t bytes, in
     return cudaSuccess;
 }
 
+// The kernels are static functions, so the program's own symbol table has to tell their names.
 std::string kvq_host_kernel_name(const void * kernel) {
-    Dl_info info;
-    if (!dladdr(kernel, &info) || !info.dli_sname) {
+    static const std::map<size_t, std::string> names = [] {
+        std::map<size_t, std::string> found;
+        std::ifstream file("/proc/self/exe", std::ios::binary);
+        const std::string bytes((std::istreambuf_iterator<char>(file)), {});
+        const char * base = bytes.data();
+        const auto & header = *(const ElfW(Ehdr) *) base;
+        const auto * sections = (const ElfW(Shdr) *) (base + header.e_shoff);
+        for (int s = 0; s < header.e_shnum; ++s) {
+            if (sections[s].sh_type == SHT_SYMTAB) {
+                const auto * symbols = (const ElfW(Sym) *) (base + sections[s].sh_offset);
+                for (size_t i = 0; i < sections[s].sh_size/sizeof(*symbols); ++i) {
+                    found[symbols[i].st_value] = base + sections[sections[s].sh_link].sh_offset + symbols[i].st_name;
+                }
+            }
+        }
+        return found;
+    }();
+    const auto found = names.find(size_t(kernel));
+    if (found == names.end()) {
         return "a kernel";
     }
     int status = 0;
-    char * text = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
-    std::string name = text ? text : info.dli_sname;
+    char * text = abi::__cxa_demangle(found->second.c_str(), nullptr, nullptr, &status);
+    std::string name = text ? text : found->second;
     free(text);
-    return name.substr(0, name.find('('));
+    name = name.substr(0, name.find('('));
+    return name.compare(0, 5, "void ") ? name : name.substr(5);
 }
 
 // ---- buffers ----
@@ -100,6 +121,8 @@ static void backend_free(ggml_backend_t b) { delete b; }
 // Kernels of node i may touch its tensors; those of a fused launch, the tensors of the nodes behind it too.
 static void allow_tensors(const ggml_cgraph * graph, const int first, const int last) {
     auto add = [](const ggml_tensor * t) {
+        // copies in 16-byte pieces read a little behind a view, of the tensor that it is a view of
+        t = t && t->view_src ? t->view_src : t;
         if (t && t->data) {
             allow(t->data, ggml_nbytes(t), t->name[0] ? t->name : ggml_op_name(t->op));
         }

@@ -359,6 +359,15 @@ float load_from_cluster(const uint32_t address, const int rank) {
     return x;
 }
 
+void wait_for_launch() { now->waited = true; }
+
+// The next launch may rely on what came before this one.
+void allow_launch() {
+    if (!now->waited) {
+        fault("the next launch is let go before the wait for the one before");
+    }
+}
+
 // ---- asynchronous copies ----
 
 uint32_t shared_address(const void * p) {
@@ -657,6 +666,7 @@ static void start(block & b, const int slot, const uint3 index) {
         t.warp_index   = unsigned(i/32);
         t.clock  = w.clock;
         t.step   = &w.step;
+        t.waited = false;
         t.fibre.body = thread_main;
         t.is     = READY;
         t.at     = { i % job->block.x, i/job->block.x % job->block.y, i/job->block.x/job->block.y };

@@ -31,6 +31,8 @@ void sync_block(int where);
 void sync_named(int id, int threads, int where);
 void sync_cluster(int where);
 float load_from_cluster(uint32_t address, int rank);
+void wait_for_launch();         // the one before has ended
+void allow_launch();            // of the next one
 
 uint32_t shared_address(const void * p);
 char *   shared_pointer(uint32_t address);
@@ -61,6 +63,7 @@ struct thread_view {
     unsigned index, warp_index;     // in the block
     uint32_t * clock;           // [CLOCKS] of its warp
     uint32_t * step;            // of its warp: barriers so far
+    bool waited;                // for the launch before
 };
 extern thread_view * now;       // null outside of kernels
 

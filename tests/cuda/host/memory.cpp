@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <map>
 #include <set>
@@ -52,9 +53,10 @@ static std::vector<range> ranges;
 static const range * last_range;
 static std::string name;
 static size_t   shared_bytes;
-static uint32_t serial = 1, epoch_first = 1;        // of blocks; the first of the launch
+static uint32_t serial = 1, epoch_first = 1, before_first = 1;      // of blocks; the first of the launch, of the launch before
 static uint32_t device_barriers;
 
+static const void * access_from;        // of the load or store that is being checked
 static int faults;
 static std::set<std::pair<std::string, std::string>> told;
 
@@ -112,6 +114,7 @@ void device_free(char *) { live--; }
 void device_known(const void * p, const size_t bytes, const bool known) {
     const size_t at = size_t((const char *) p - arena);
     for (size_t i = 0; at < DEVICE_BYTES && i < bytes; ++i) {
+        device_shadow[at + i] = {};
         device_shadow[at + i].known = known;
     }
 }
@@ -126,6 +129,7 @@ void begin_launch(const std::string & what, const size_t shared) {
     name         = what;
     shared_bytes = shared;
     last_range   = nullptr;
+    before_first = epoch_first;
     epoch_first  = serial + 1;
 }
 
@@ -143,10 +147,27 @@ void use_block(const int slot) {
 void async_fence()             { fences[now->index]++; }
 void order_device()            { device_barriers++; }
 
+// ", file:line" of an instruction, as far as binutils know
+static std::string line_of(const void * instruction) {
+    char command[96], text[512] = "";
+    snprintf(command, sizeof(command), "addr2line -e /proc/%d/exe %#zx", int(getpid()), size_t(instruction) - 1);
+    FILE * pipe = instruction ? popen(command, "r") : nullptr;
+    if (pipe) {
+        const char * read = fgets(text, sizeof(text), pipe);
+        pclose(pipe);
+        if (read && !strstr(text, "??")) {
+            const char * file = strrchr(text, '/');
+            std::string line = file ? file + 1 : text;
+            return ", " + line.substr(0, line.find_first_of(" \n"));
+        }
+    }
+    return "";
+}
+
 void fault(const char * kind, const std::string & detail) {
     faults++;
     if (told.size() < 50 && told.insert({ name, kind }).second) {
-        printf("FAULT: %s: %s %s%s(thread %d)\n", name.c_str(), kind, detail.c_str(), detail.empty() ? "" : " ", now ? int(now->index) : -1);
+        printf("FAULT: %s: %s%s%s (thread %d%s)\n", name.c_str(), kind, detail.empty() ? "" : ", ", detail.c_str(), now ? int(now->index) : -1, line_of(access_from).c_str());
         fflush(stdout);
     }
 }
@@ -163,12 +184,18 @@ void device_access(const char * p, const size_t size, const bool write) {
             }
         }
         if (!last_range) {
-            fault(write ? "store outside the buffers" : "load outside the buffers");
+            const range * near = nullptr;
+            for (const range & r : ranges) {
+                near = r.begin <= p && (!near || r.begin > near->begin) ? &r : near;
+            }
+            fault(write ? "store outside the buffers" : "load outside the buffers", near ? std::to_string(p + size - near->end) + " bytes past the end of " + near->name : "");
             return;
         }
     }
     device_byte * b = device_shadow + (p - arena);
     const uint32_t own = here->serial;
+    // the launch before may still run
+    auto of_launch_before = [](const uint32_t in) { return !now->waited && in >= before_first && in < epoch_first; };
     for (size_t i = 0; i < size; ++i) {
         device_byte & c = b[i];
         const bool in_flight = c.written_in >= epoch_first && c.written_in != 0;
@@ -180,6 +207,9 @@ void device_access(const char * p, const size_t size, const bool write) {
             if (c.read_in >= epoch_first && c.read_in != own) {
                 fault("a store to device memory that another block reads", last_range->name);
             }
+            if (of_launch_before(c.written_in) || of_launch_before(c.read_in)) {
+                fault("a store before the wait for the launch before, to what that used", last_range->name);
+            }
             c.written_in = own;
             c.writer     = uint16_t(now->index);
             c.written_at = uint16_t(device_barriers);
@@ -187,6 +217,9 @@ void device_access(const char * p, const size_t size, const bool write) {
         } else {
             if (foreign) {
                 fault("a load of device memory that another thread stores to", last_range->name);
+            }
+            if (of_launch_before(c.written_in)) {
+                fault("a load before the wait for the launch before, of what that wrote", last_range->name);
             }
             if (!c.known) {
                 fault("a load of device memory that nobody wrote", last_range->name);
@@ -225,7 +258,7 @@ void shared_access(const char * p, const size_t size, const access_kind kind, co
         }
         if (load) {
             if (!c.known) {
-                fault(c.touched ? "a load of shared memory that a copy is on its way to" : "a load of uninitialised shared memory");
+                fault(c.touched ? "a load of shared memory that a copy is on its way to" : "a load of uninitialised shared memory", "byte " + std::to_string(i - size_t(smem - window)));
             }
             const bool again = (c.readers >> me & 1) && c.reader/32u == me && c.read_step == step;
             c.many    = again && (c.many || c.reader != now->index);
@@ -271,7 +304,7 @@ bool cluster_access(const int slot, const char * p, const size_t size) {
     return true;
 }
 
-static inline void access(char * address, const size_t size, const bool write, const bool aligned) {
+static inline void access(char * address, const size_t size, const bool write, const bool aligned, const void * from) {
     if (!now) {
         return;                 // the launching program
     }
@@ -279,6 +312,7 @@ static inline void access(char * address, const size_t size, const bool write, c
     if (device >= DEVICE_BYTES && shared >= window_bytes) {
         return;                 // a thread's own memory, tables, arguments
     }
+    access_from = from;
     if (aligned && uintptr_t(address) % size != 0) {
         fault("misaligned access");
     }
@@ -287,6 +321,7 @@ static inline void access(char * address, const size_t size, const bool write, c
     } else {
         shared_access(address, size, write ? STORE : LOAD);
     }
+    access_from = nullptr;
 }
 
 } // namespace cuda_host
@@ -296,16 +331,16 @@ static inline void access(char * address, const size_t size, const bool write, c
 using cuda_host::access;
 
 #define ACCESS(BYTES) \
-    extern "C" void __tsan_read##BYTES (void * p)           { access((char *) p, BYTES, false, true); } \
-    extern "C" void __tsan_write##BYTES(void * p)           { access((char *) p, BYTES, true,  true); } \
-    extern "C" void __tsan_unaligned_read##BYTES (void * p) { access((char *) p, BYTES, false, false); } \
-    extern "C" void __tsan_unaligned_write##BYTES(void * p) { access((char *) p, BYTES, true,  false); } \
-    extern "C" void __tsan_volatile_read##BYTES (void * p)  { access((char *) p, BYTES, false, true); } \
-    extern "C" void __tsan_volatile_write##BYTES(void * p)  { access((char *) p, BYTES, true,  true); }
+    extern "C" void __tsan_read##BYTES (void * p)           { access((char *) p, BYTES, false, true, __builtin_return_address(0)); } \
+    extern "C" void __tsan_write##BYTES(void * p)           { access((char *) p, BYTES, true, true, __builtin_return_address(0)); } \
+    extern "C" void __tsan_unaligned_read##BYTES (void * p) { access((char *) p, BYTES, false, false, __builtin_return_address(0)); } \
+    extern "C" void __tsan_unaligned_write##BYTES(void * p) { access((char *) p, BYTES, true, false, __builtin_return_address(0)); } \
+    extern "C" void __tsan_volatile_read##BYTES (void * p)  { access((char *) p, BYTES, false, true, __builtin_return_address(0)); } \
+    extern "C" void __tsan_volatile_write##BYTES(void * p)  { access((char *) p, BYTES, true, true, __builtin_return_address(0)); }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
 
 extern "C" void __tsan_init(void) {}
 extern "C" void __tsan_func_entry(void *) {}
 extern "C" void __tsan_func_exit(void) {}
-extern "C" void __tsan_read_range (void * p, size_t bytes) { access((char *) p, bytes, false, false); }
-extern "C" void __tsan_write_range(void * p, size_t bytes) { access((char *) p, bytes, true,  false); }
+extern "C" void __tsan_read_range (void * p, size_t bytes) { access((char *) p, bytes, false, false, __builtin_return_address(0)); }
+extern "C" void __tsan_write_range(void * p, size_t bytes) { access((char *) p, bytes, true, false, __builtin_return_address(0)); }

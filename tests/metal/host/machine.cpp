@@ -1,11 +1,9 @@
 // Fibres for the threads of a threadgroup, barriers and the exchange of values in a simdgroup.
-#undef _FORTIFY_SOURCE
+#include "../../host/fibre.h"
 #include "machine.h"
 
-#include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
-#include <ucontext.h>
 
 #include <memory>
 
@@ -13,12 +11,8 @@ namespace metal_host {
 
 enum state { READY, AT_SIMDGROUP, AT_THREADGROUP, DONE };
 
-struct fibre {
-    ucontext_t start;
-    jmp_buf    at;
-    std::unique_ptr<char[]> stack;
-    bool       started = false;
-    state      is = DONE;
+struct fibre : host::fibre {
+    state is = DONE;
     metal_host_thread thread;
 };
 
@@ -29,49 +23,28 @@ struct simdgroup {
     alignas(16) unsigned char slots[2][32*METAL_HOST_SLOT];
 };
 
-static constexpr size_t STACK = 256*1024;
 static std::vector<std::unique_ptr<fibre>> fibres;
 static std::vector<simdgroup> simdgroups;
 static fibre * current;
-static jmp_buf scheduler;
 static const dispatch * job;
 static int n_threads, waiting, done;
 static const void * barrier_site;
 static std::vector<std::unique_ptr<char[]>> arrays;         // threadgroup arrays declared in kernels
 
-static void yield() {
-    if (!_setjmp(current->at)) {
-        _longjmp(scheduler, 1);
-    }
-}
+static void yield() { current->host::fibre::yield(); }
 
-static void fibre_main() {
-    for (;;) {
-        job->run(current->thread);
-        current->is = DONE;
-        simdgroups[current->thread.simdgroup_index_in_threadgroup].done++;
-        done++;
-        yield();
-    }
+static void run_thread(host::fibre *) {
+    job->run(current->thread);
+    current->is = DONE;
+    simdgroups[current->thread.simdgroup_index_in_threadgroup].done++;
+    done++;
 }
 
 static void resume(fibre & f) {
     current = &f;
     begin_thread(f.thread.thread_index_in_threadgroup);
-    if (_setjmp(scheduler)) {
-        return;
-    }
-    if (f.started) {
-        _longjmp(f.at, 1);
-    }
-    f.started = true;
-    f.stack.reset(new char[STACK]);
-    getcontext(&f.start);
-    f.start.uc_stack.ss_sp   = f.stack.get();
-    f.start.uc_stack.ss_size = STACK;
-    f.start.uc_link = nullptr;
-    makecontext(&f.start, fibre_main, 0);
-    setcontext(&f.start);
+    f.body = run_thread;
+    f.resume();
 }
 
 static void release(const state from, const int first, const int count) {
@@ -126,7 +99,7 @@ static void run_group(const bool reversed) {
         if (!moved) {
             fault("threads wait for each other for ever");
             for (auto & f : fibres) {
-                f->started = false;
+                f->restart();
             }
             return;
         }
