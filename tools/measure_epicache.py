@@ -41,7 +41,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 
@@ -317,7 +317,8 @@ def table(path: Path) -> str:
     def mean(rows: list[dict], name: str) -> float:
         return sum(r[name] * r["questions"] for r in rows) / sum(r["questions"] for r in rows)
     whole = {(r["model"], r["talk"]): r["log_p"] for rows in groups.values() for r in rows if r["run"]["method"] == "full" and r["run"]["kv"] == "f16"}
-    out = ["| model | method | keys | questions | log p | to full | F1 | peak cache | stored | build | to first token |", "|---|---|---|---|---|---|---|---|---|---|---|"]
+    head = ("model", "method", "keys", "questions", "log p", "to full", "F1", "peak cache", "stored", "build", "to first token")
+    out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for (model, *key), rows in groups.items():
         run = dict(zip(shown, key))
         keys = ", ".join(f"{f.name} {run[f.name]}" for f in fields(Run) if f.name not in ("method", "answers") and run[f.name] != f.default)

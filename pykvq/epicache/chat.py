@@ -197,7 +197,8 @@ class EpiCache:
                                   lambda: self.keeper.lookup(memory, text, Asked(tail, question)))
         chosen, weights = self.keeper.match(memory, text)
         caches = tuple(memory.episodes[e].cache for e in chosen)
-        return self._evaluate((caches, tuple(weights)), end, [*tail, *question], turn, lambda: (chosen, self.keeper.recall(memory, chosen, weights, end).state))
+        return self._evaluate((caches, tuple(weights)), end, [*tail, *question], turn,
+                              lambda: (chosen, self.keeper.recall(memory, chosen, weights, end).state))
 
     def _due(self, lengths: list[int]) -> bool:
         """Whether the memory takes up what came since: an archive as soon as it is a segment, since it only reads on; caches when it outgrows a block."""

@@ -96,7 +96,8 @@ class Keeper:
         tokens = memory.tokens(utterances)
         if memory.built == len(utterances):
             return memory, 0
-        memory = replace(memory, segments=list(memory.segments), spans=list(memory.spans), episodes=[replace(e) for e in memory.episodes], version=_version())
+        memory = replace(memory, segments=list(memory.segments), spans=list(memory.spans), episodes=[replace(e) for e in memory.episodes],
+                         version=_version())
         fresh = segments(utterances, self.settings.width, memory.built)
         new = self.encode([s.text for s in fresh])
         starts = np.cumsum([len(memory.prefix), *(len(u.tokens) for u in utterances)]).tolist()

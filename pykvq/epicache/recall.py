@@ -38,7 +38,8 @@ def recalled(builder: Builder, archive: Archive, guess: np.ndarray, candidates: 
     """The `budget` cells of each head that the question attends to most, among the candidates; bool [tokens] all three.
 
     The question is read once behind the `guess`, and its queries are put to the keys of all candidates. A token counts as much as the most
-    attended of the `width` tokens around it, so that a name or a date stays whole; width 0 leaves it at the guess. `always` stays. by: see attention_scores.
+    attended of the `width` tokens around it, so that a name or a date stays whole; width 0 leaves it at the guess. `always` stays.
+    by: see attention_scores.
     """
     plan, at = builder.plan, np.flatnonzero(candidates)
     rows = archive.rows(at)
