@@ -104,7 +104,7 @@ def main() -> None:
     ap.add_argument("--threads", type=int, default=os.cpu_count())
     ap.add_argument("--kvq", default="auto", choices=["auto", "off"])
     ap.add_argument("--window", type=lambda text: tuple(map(int, text.split(","))), default=(None, None), metavar="SINK,RECENT",
-                    help="f16 window (docs/windows.md); default: that of the type")
+                    help="f16 window (docs/windows.md); default: 64,256")
     ap.add_argument("--json", help="file for the rows, with what was not rounded")
     a = ap.parse_args()
     quiet_log()

@@ -10,6 +10,7 @@ pytestmark = [
 ]
 
 TYPES = ["turbo2", "turbo3", "turbo4"]
+BARE = {"kv_sink": 0, "kv_recent": 0}            # an f16 window would hold most of these short texts
 PAIRS = [*TYPES, ("turbo4", "turbo2"), ("q8_0", "turbo3"), ("turbo3", "f16")]
 LAYERS = 4
 ROOM = 1024
@@ -44,7 +45,7 @@ TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 256, 400)]
 
 def run(engine, model, kv_type, prompt=256, **options):
     """Logits of a prompt in batches and of the rest token by token; float32 [rows, vocabulary]."""
-    with engine.Context(model, ROOM, kv_type, n_batch=128, **options) as context:
+    with engine.Context(model, ROOM, kv_type, n_batch=128, **{**BARE, **options}) as context:
         rows = [context.decode(TOKENS[:prompt], 0, logits="all")]
         rows += [context.decode([token], prompt + i) for i, token in enumerate(TOKENS[prompt:prompt + 48])]
         return np.concatenate(rows)
@@ -72,6 +73,17 @@ def close_to(engine, ours, theirs):
 @pytest.mark.parametrize("layers", [99, 2])
 def test_logits_are_the_cpus(engine, models, reference, kv_type, layers):
     assert close_to(engine, run(engine, models[layers], kv_type), reference(kv_type)) < 2e-3
+
+
+@pytest.mark.parametrize("sink, recent", [(16, 32), (64, 256)])
+@pytest.mark.parametrize("kv_type", PAIRS)
+def test_beside_an_f16_window_too(engine, models, kv_type, sink, recent):
+    """Batches of 128 tokens find no room in the ring, single tokens do."""
+    options = {"kv_sink": sink, "kv_recent": recent}
+    with engine.Context(models[99], ROOM, kv_type, n_batch=128, **options) as context:
+        assert all(layer.n_window - 1 - sink - recent < 128 for layer in context.info())
+    ours, theirs, bare = (run(engine, models[n], kv_type, **o) for n, o in ((99, options), (0, options), (99, {})))
+    assert close_to(engine, ours, theirs) < 2e-3 and engine.kl_divergence(ours, bare).mean() > 0
 
 
 @pytest.mark.parametrize("kv_type", ["oscar2", ("oscar2", "turbo4"), "turbo3"])
@@ -130,7 +142,7 @@ def test_context_shift(engine, models, kv_type):
     """Dropping the start and moving the rest back, as a server does when its context is full."""
     rows = []
     for layers in (0, 99):
-        with engine.Context(models[layers], ROOM, kv_type, n_batch=128) as context:
+        with engine.Context(models[layers], ROOM, kv_type, n_batch=128, **BARE) as context:
             context.decode(TOKENS[:200], 0, logits="none")
             assert context.remove(0, 4, 68)
             context.shift(0, 68, -64)
@@ -150,7 +162,8 @@ def test_a_copied_sequence_goes_on_like_its_source(engine, models, kv_type, unif
 
 def test_several_sequences_in_one_batch(engine, models):
     """Eight streams decode together what each decodes alone."""
-    with engine.Context(models[99], 8 * 256, "turbo3", n_batch=128, n_seq=8) as together, engine.Context(models[99], 256, "turbo3", n_batch=128) as alone:
+    with engine.Context(models[99], 8 * 256, "turbo3", n_batch=128, n_seq=8, **BARE) as together, \
+            engine.Context(models[99], 256, "turbo3", n_batch=128, **BARE) as alone:
         for seq in range(8):
             together.decode(TOKENS[seq:seq + 100 + seq], 0, seq=seq, logits="none")
         rows = together.decode_batch([(TOKENS[300 + seq], 100 + seq, seq, True) for seq in range(8)])
