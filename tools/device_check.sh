@@ -9,7 +9,7 @@
 # and a key bias add to attention), model (llama-bench on an 8B-shaped random model), streams (eight of 32K), long (a context of
 # 1,000,000 tokens, half an hour of prefill); over caches filled from a short prefix: depth (decode at 0, 32K, 128K and at
 # MILLION=1000000 tokens), depthstreams (eight of 32K), prefill128k (512 and 2048 tokens), windows (the same without and with f16
-# windows); retrieval (planted facts in a real MODEL, which oscar2 wants calibrated); bandwidth (decode attention as a share
+# windows); evaluate (pykvq eval) and retrieval (planted facts in a real MODEL, which oscar2 wants calibrated); bandwidth (decode attention as a share
 # of a device copy, and what ncu counts), transforms (the cost of calibrated data), calibrate (statistics of the 8B shape), layer
 # (the kernels of a layer by ncu), pip (the pip form of the build, and pykvq doctor on it), tests (pytest -m cuda).
 # The last four and those on filled caches need numpy, diskcache, filelock, jinja2, platformdirs, pyyaml and typing_extensions in
@@ -99,6 +99,9 @@ step() {
     windows)  for w in 0,0 64,256; do
                   depth "$dir" "windows-$w" --window $w --types ${TYPES:-f16 turbo2 turbo3 turbo4} --depths ${DEPTHS:-0 131072}
               done ;;
+    evaluate) # of a real MODEL, as docs/data holds it; exit 1 is a verdict
+              PYKVQ_CACHE_DIR="$(realpath "$dir").cache" py "$dir" -c "from pykvq.cli import main; main()" eval "$MODEL" -ngl 99 --json --quiet \
+                  > "$dir.eval-$(basename "$MODEL" .gguf).json" || [ $? = 1 ] ;;
     retrieval) py "$dir" tools/measure_retrieval.py "$MODEL" --gpu-layers 99 --contexts ${CONTEXTS:-4096 16384} --types ${TYPES:-turbo2 turbo3 oscar2 oscar2,turbo3} \
                   --windows 0,0 64,256 --texts ${TEXTS:-4} --json > "$dir.retrieval-$(basename "$MODEL" .gguf).json" ;;
     bandwidth) "$(program "$dir" test-kvq-cuda)" bandwidth

@@ -55,15 +55,28 @@ def evaluation(value: dict) -> str:
     return (f"## {value['model']}\n\n**{value['verdict']['sentence']}**\n\n"
             f"{setup['chunks']} texts of {setup['context']} tokens ({value['text']}), {setup['rows']} positions scored in each; f16 perplexity "
             f"{value['f16']['perplexity']:.2f}; {found}; f16 repeats {100 * value['f16']['repetition_f16']:.0f} %. "
-            f"Measured in {value['seconds'] / 60:.0f} minutes, at low priority on two busy cores of an AMD EPYC with AVX-512.{_windows(value)}\n\n"
+            f"Measured in {_duration(value['seconds'])}, {_where(value)}.{_windows(value)}\n\n"
             + markdown(("cache type", "smaller", "mean KLD (95 %)", "last quarter", "99 %", "PPL to f16", "same top", "KLD per doubling", "facts", "equal tokens",
                         "repeats"), rows))
 
 
+def _duration(seconds: float) -> str:
+    """Minutes, or seconds where they are few."""
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} seconds"
+
+
+def _where(value: dict) -> str:
+    """The machine: files without a device are of the first one."""
+    return f"on {value['device']}" if "device" in value else "at low priority on two busy cores of an AMD EPYC with AVX-512"
+
+
 def _windows(value: dict) -> str:
     """What to bear in mind of types with an f16 window."""
-    kept = {type_name(r["kv_type"]): r["window"] for r in value["results"] if r["window"]}
-    return "".join(f" Of the {value['setup']['context']} tokens up to {n} are in the f16 window of {t}." for t, n in kept.items())
+    kept: dict[int, list[str]] = {}
+    for r in value["results"]:
+        if r["window"] and r["kv_type"][0] == r["kv_type"][1]:
+            kept.setdefault(r["window"], []).append(r["kv_type"][0])
+    return "".join(f" Of the {value['setup']['context']} tokens up to {n} are in the f16 window of {', '.join(names)}." for n, names in kept.items())
 
 
 def agreement() -> str:

@@ -74,7 +74,7 @@ def evaluate(out: Output, model: Path | None, kv_types: tuple, window: dict, tex
                      f"use --ctx {4 * r.window} or more")
     decision = verdict(header.name, base, results, tolerance, setup.context, window)
     value = {"model": header.name, "architecture": header.architecture, "text": evaluation.source, "setup": asdict(setup), "tolerance": tolerance, "window": window,
-             "measured": True, "seconds": evaluation.seconds(pairs), "f16": plain(base), "results": [plain(r) for r in results],
+             "measured": True, "device": _device(gpu_layers), "seconds": evaluation.seconds(pairs), "f16": plain(base), "results": [plain(r) for r in results],
              "verdict": {"kv_type": decision.kv_type, "sentence": decision.sentence, "able": decision.able}}
     if html:
         from pykvq.evaluation.report import page
@@ -85,6 +85,12 @@ def evaluate(out: Output, model: Path | None, kv_types: tuple, window: dict, tex
     if not out.as_json:
         out.out.print(f"\n{decision.sentence}", markup=False)
     sys.exit(0 if decision.kv_type else 1)
+
+
+def _device(gpu_layers: int) -> str:
+    """What held the layers, in the words of its driver."""
+    from pykvq.devices import devices
+    return ", ".join(dict.fromkeys(d.description for d in devices() if d.gpu == bool(gpu_layers))) or "CPU"
 
 
 def _setup(setup, trained: int, ctx: int | None, chunks: int | None, lengths: tuple):

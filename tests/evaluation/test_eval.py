@@ -141,7 +141,7 @@ def run(path, tmp_path, monkeypatch):
 def test_command_as_json(run):
     result = run("--json", "--quiet", "--kv-type", "turbo3", "--tolerance", "100", "--kv-sink", 0, "--kv-recent", 0)
     report = json.loads(result.stdout)
-    assert result.exit_code == 0 and result.stderr == "" and report["measured"]
+    assert result.exit_code == 0 and result.stderr == "" and report["measured"] and report["device"]
     assert [r["kv_type"] for r in report["results"]] == [["turbo3", "turbo3"], ["turbo3", "f16"], ["f16", "turbo3"]]
     assert report["verdict"]["kv_type"] == ["turbo3", "turbo3"] and not report["verdict"]["able"] and "too few" in report["verdict"]["sentence"]
     assert set(report["results"][0]["kld_quantiles"]) == {"90", "99", "99.9"} and report["results"][0]["retrieval"]["384"] == [0] * 5
