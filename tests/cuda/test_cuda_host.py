@@ -77,7 +77,7 @@ FAULTS = {
     "bulk copy not waited for": ("kvq-decode.cuh", r"kvq_bulk_wait\(full_s \+ i % S::STAGES\*8, .*?\);", ";", WHOLE_TILES, "linear", "that a copy is on its way to"),
     "queries overwritten without a fence": ("kvq-decode.cuh", r"(if \(LINEAR\) \{\s*)kvq_bulk_fence\(\);", r"\1", WHOLE_TILES, "linear", "without a fence"),
     "wait for the wrong phase": ("kvq-decode.cuh", r"\(i/S::STAGES\) & 1\);", "1 - ((i/S::STAGES) & 1));", WHOLE_TILES, "linear", "that a copy is on its way to"),
-    "cluster not waited for": ("kvq-decode.cuh", r"kvq_cluster_sync\(\);(\s*if \(row < n_rows\))", r"\1", WHOLE_TILES, "short", ""),
+    "cluster not waited for": ("kvq-decode.cuh", r"kvq_cluster_sync\(\);(\s*if \(row < n_rows\))", r"\1", WHOLE_TILES, "short", "a block that may not have begun"),
     "block leaves its cluster early": ("kvq-decode.cuh", r"kvq_cluster_sync\(\);( +// the others may)", r"\1", WHOLE_TILES, "short", "a block that has left"),
     "asynchronous copies not waited for": ("kvq-decode.cuh", r"kvq_cp_wait<S::STAGES - 2>\(\)", "kvq_cp_wait<S::STAGES - 1>()", ANY_SHAPE, "general", "that a copy is on its way to"),
     "tokens of another lane": ("kvq-decode.cuh", r"const int k_at  = \(sl\*T \+ g\)", "const int k_at  = (sl*T + (g ^ 1))", ANY_SHAPE, "general", ""),

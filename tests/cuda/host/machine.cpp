@@ -75,6 +75,7 @@ struct block {
 static const launch * job;
 static std::unique_ptr<block> blocks[CLUSTER];
 static block * running;
+static int started;                     // blocks of the cluster that runs
 static bool backwards;
 
 static thread & self() { return *static_cast<thread *>(now); }
@@ -343,9 +344,13 @@ void sync_cluster(const int where) {
 }
 
 float load_from_cluster(const uint32_t address, const int rank) {
-    const block & b = *blocks[rank];
     const char * p = shared_pointer(address);
     float x = 0.0f;
+    if (rank < 0 || rank >= started) {
+        fault("a load from the shared memory of a block that may not have begun");
+        return x;
+    }
+    const block & b = *blocks[rank];
     if (b.over) {
         fault("a load from the shared memory of a block that has left");
         return x;
@@ -747,6 +752,7 @@ static bool run_cluster(const uint3 first) {
             blocks[i].reset(new block);
         }
         start(*blocks[i], i, { first.x + i, first.y, first.z });
+        started = i + 1;
         if (!advance(*blocks[i])) {
             return false;
         }
@@ -795,6 +801,7 @@ void run(const launch & l) {
         const uint3 at = { g % l.grid.x, g/l.grid.x % l.grid.y, g/l.grid.x/l.grid.y };
         backwards = g/CLUSTER % 2 || g % 2;       // results must not depend on which thread comes first
         start(*blocks[0], 0, at);
+        started = 1;
         bool good = advance(*blocks[0]);
         if (good && !blocks[0]->over) {
             if (at.x % CLUSTER != 0 || l.grid.x % CLUSTER != 0) {

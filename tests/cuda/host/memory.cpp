@@ -15,7 +15,7 @@
 
 // dynamic shared memory, under the names that the kernels give it
 alignas(1024) thread_local char smem[cuda_host::SHARED_BYTES + 1024];
-asm(".globl smem_any\n.type smem_any, @tls_object\n.set smem_any, smem");
+asm(".globl smem_any\n.type smem_any, %tls_object\n.set smem_any, smem");
 
 namespace cuda_host {
 
