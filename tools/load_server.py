@@ -36,13 +36,13 @@ TIE = 0.1                                        # difference of two log-probabi
 class Server:
     """A llama-server with eight slots of 512 tokens."""
 
-    def __init__(self, model: str, kv_type: str, folder: Path, window: str | None = None):
+    def __init__(self, model: str, kv_type: str, folder: Path, window: str | None = None, threads: int = 2):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
         self.process = subprocess.Popen(
             [executable("llama-server"), "-m", model, "--port", str(self.port), "-ctk", kv_type, "-ctv", kv_type, "--parallel", str(SLOTS),
-             "--ctx-size", str(512 * SLOTS), "--threads", "2", "--slot-save-path", f"{folder}/", "--context-shift", "--cache-ram", "0",
+             "--ctx-size", str(512 * SLOTS), "--threads", str(threads), "--slot-save-path", f"{folder}/", "--context-shift", "--cache-ram", "0",
              *([] if window is None else ["--kv-sink", window.split(",")[0], "--kv-recent", window.split(",")[1]])],
             stdout=(folder / "log").open("w"), stderr=subprocess.STDOUT)
         for _ in range(300):
@@ -53,13 +53,13 @@ class Server:
                 time.sleep(0.2)
         raise SystemExit("the server did not start")
 
-    def ask(self, method: str, path: str, body=None, timeout: float = 300):
+    def ask(self, method: str, path: str, body=None, timeout: float = 900):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.load(answer)
 
-    def complete(self, prompt: str, slot: int, tokens: int = TOKENS, timeout: float = 300) -> str:
+    def complete(self, prompt: str, slot: int, tokens: int = TOKENS, timeout: float = 900) -> str:
         return self.ask("POST", "/completion", {"prompt": prompt, "id_slot": slot, "n_predict": tokens, "temperature": 0, "seed": 1,
                                                 "cache_prompt": True, "ignore_eos": True}, timeout)["content"]
 
@@ -92,12 +92,13 @@ def main() -> int:
     ap.add_argument("model")
     ap.add_argument("--minutes", type=float, default=30)
     ap.add_argument("--kv-type", default="turbo3")
+    ap.add_argument("--threads", type=int, default=2, help="of the server; 1 on a machine that others use: threads wait for each other")
     ap.add_argument("--window", metavar="SINK,RECENT", help="first and last tokens in f16; default: the type's own")
     a = ap.parse_args()
     text = passage()
     prompts = [text[i * 97:i * 97 + n] for i, n in enumerate([40, 60, 90, 150, 200, 250, 300, 400] * 2)]
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(a.model, a.kv_type, Path(folder), a.window)
+        server = Server(a.model, a.kv_type, Path(folder), a.window, a.threads)
         try:
             quiet, likely = {}, {}
             for i, prompt in enumerate(prompts):
