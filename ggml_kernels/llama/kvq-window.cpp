@@ -477,7 +477,9 @@ void kvq_window::write(llama_io_write_i & io, uint32_t stream, const std::vector
     const uint32_t n = rows.size(), n_layer = layers.size();
     io.write(&n, sizeof(n));
     io.write(&n_layer, sizeof(n_layer));
-    io.write(index.data(), n*sizeof(uint32_t));
+    if (n > 0) {                                 // no rows have no address
+        io.write(index.data(), n*sizeof(uint32_t));
+    }
     for (const auto & layer : layers) {
         const uint64_t sizes[2] = { layer.k->nb[1], layer.v->nb[1] };
         io.write(sizes, sizeof(sizes));
@@ -505,7 +507,9 @@ bool kvq_window::read(llama_io_read_i & io, uint32_t stream, const std::vector<u
         return false;
     }
     std::vector<uint32_t> index(n), rows(n, n_rows - 1);
-    io.read(index.data(), n*sizeof(uint32_t));
+    if (n > 0) {
+        io.read(index.data(), n*sizeof(uint32_t));
+    }
 
     const std::vector<llama_pos> next = next_positions(stream);
     trim(stream, next, n_rows - 1);
