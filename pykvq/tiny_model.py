@@ -1,16 +1,17 @@
 """A tiny GGUF with random weights and any head size, for self-tests without a download."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 
 def write_tiny_model(path: str | Path, head_dim: int = 64, heads: int = 4, heads_kv: int = 2, layers: int = 2, vocabulary: int = 256,
-                     context: int = 2048, seed: int = 0, architecture: str = "llama", key_bias: float = 0) -> Path:
+                     context: int = 2048, seed: int = 0, architecture: str = "llama", key_bias: float | Sequence[float] = 0) -> Path:
     """Write a GGUF without a tokenizer: a few MB, loads in milliseconds. Returns the path.
 
-    key_bias: standard deviation of a bias of the keys, for an architecture that has one, such as qwen2.
+    key_bias: standard deviation of a bias of the keys, or of each of its heads_kv * head_dim values, for an architecture that has one, such as qwen2.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     rng, hidden = np.random.default_rng(seed), 256
@@ -43,7 +44,7 @@ def write_tiny_model(path: str | Path, head_dim: int = 64, heads: int = 4, heads
         norm(f"blk.{i}.attn_norm.weight")
         add(f"blk.{i}.attn_q.weight", heads * head_dim, width, gain=1.5)      # attention sharp enough to matter
         add(f"blk.{i}.attn_k.weight", heads_kv * head_dim, width, gain=1.5)
-        if key_bias:
+        if np.any(key_bias):
             w.add_tensor(f"blk.{i}.attn_k.bias", (rng.standard_normal(heads_kv * head_dim) * key_bias).astype(np.float32))
         add(f"blk.{i}.attn_v.weight", heads_kv * head_dim, width)
         add(f"blk.{i}.attn_output.weight", width, heads * head_dim)

@@ -6,7 +6,7 @@
 llama.cpp keeps an f16 cache; its eval callback rewrites each layer's new rows, once written, with what the codec would give back.
 Statistics come from `pykvq calibrate MODEL -o FILE`; several files are compared, e.g. of samples and of text. Scored is the second
 half of each chunk against the f16 cache. --keep leaves the first tokens of a chunk in f16; --key-bias removes a pre-RoPE bias, the
-model's own attn_k.bias or the measured mean, before the codec and returns it exactly.
+model's own attn_k.bias or the measured mean, in the pairs that carry it, before the codec and returns it exactly.
 """
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from measure_kld import Score                                        # noqa: E402
 from pykvq.calibration import KEY_BIAS                               # noqa: E402
 from pykvq.calibration.build import build                            # noqa: E402
+from pykvq.calibration.bias_pairs import only                        # noqa: E402
 from pykvq.calibration.key_bias import measured_bias, turned         # noqa: E402
 from pykvq.calibration.loss import TIERS                             # noqa: E402
 from pykvq.calibration.model_files import tensor                     # noqa: E402
@@ -153,7 +154,7 @@ def main() -> None:
                "K 4/2/1, V turbo3": (calibrated(t, None, TIERS), centred(run.moments, plain(3))),
                "K 4/2/1, V f16": (calibrated(t, None, TIERS), None), "K turbo2 calibrated, V f16": (calibrated(t, plain(2)), None)}
         if a.key_bias != "none":
-            biases = {i: bias_of(a.model, i, s, a.key_bias) for i, s in run.moments.layers.items()}
+            biases = {i: only(bias_of(a.model, i, s, a.key_bias), s.rope, t[i].pairs) for i, s in run.moments.layers.items()}
             cal["turbo3 not calibrated"] = plain(3), plain(3)
             cal = {f"{n}, bias returned": (debiased(k, biases, run.moments, positions), v) for n, (k, v) in cal.items()}
         codecs |= {f"{n} ({name})": pair for n, pair in cal.items()}

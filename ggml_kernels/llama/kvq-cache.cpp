@@ -103,20 +103,25 @@ void llama_kv_cache::kvq_layers(std::vector<llama_kvq_layer_info> & out) const {
 std::string llama_kv_cache::kvq_calibration() const {
     std::vector<llama_kvq_layer_info> infos;
     kvq_layers(infos);
-    int n_keys = 0, n_calibrated = 0, n_omitted = 0, n_bare = 0;
+    int n_keys = 0, n_calibrated = 0, n_omitted = 0, n_bare = 0, fewest = KVQ_BIAS_PAIRS_MAX, most = 0;
     for (const auto & l : infos) {
         const bool keys = kvq_is_cache_type((ggml_type) l.type_k);
         n_keys       += keys;
         n_calibrated += l.calibrated;
         n_omitted    += l.key_bias == 2;
-        n_bare       += keys && l.key_bias == 1 && !l.calibrated;
+        n_bare       += keys && l.key_bias == 1 && !l.calibrated && !kvq->bias_stays.empty();
+        if (l.key_bias == 2) {
+            fewest = std::min(fewest, l.bias_pairs);
+            most   = std::max(most, l.bias_pairs);
+        }
     }
     if (n_bare) {
         const bool chosen = kvq->bias_stays == KVQ_OFF;
         LLAMA_LOG_WARN("kvq: the keys of this model have a bias, which few bits cannot hold, and it stays in them (%s): expect wrong answers%s%s\n",
             kvq->bias_stays.c_str(), chosen ? "" : "; run: ", chosen ? "" : (kvq_embed_command(model, true) + " --key-bias none").c_str());
     }
-    std::string text = n_omitted ? "; key bias left out of the keys" : "";
+    std::string text = !n_omitted ? "" : format("; key bias left out of the keys: %s%d of %d pairs in %d of %d layers",
+        fewest < most ? format("%d to ", fewest).c_str() : "", most, kvq->rope.n_rot/2, n_omitted, (int) infos.size());
     if (n_calibrated) {
         text += format("; calibrated: %d of %d layers (%s)", n_calibrated, (int) infos.size(), kvq->source.c_str());
     } else if (n_keys) {

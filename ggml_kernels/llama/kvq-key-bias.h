@@ -43,10 +43,7 @@ struct kvq_rope {
     std::vector<float> table() const;
 };
 
-// pairs in which the bias b [n_head_kv, d] of any head is not zero
-kvq_pair_set kvq_nonzero_pairs(const std::vector<float> & b, int64_t d, const kvq_rope & rope);
-
-// pairs of b that no few bits hold, as far as b alone says it
+// pairs of a bias b [n_head_kv, d] that no few bits hold, as far as b alone says it
 kvq_pair_set kvq_carrying_pairs(const std::vector<float> & b, int64_t d, const kvq_rope & rope);
 
 constexpr int64_t KVQ_ROPE_STEP = 256, KVQ_ROPE_STEPS = 4096;   // up to position 2^20

@@ -242,7 +242,7 @@ kvq_layer_data kvq_metadata::layer(uint32_t il, int64_t n_head_kv, int64_t d) co
     if (measured) {
         out.k_bias = read("k.bias", n_head_kv*d, true);
     }
-    const std::vector<uint8_t> pairs = key_bias() == "attn_k.bias" ? bytes(key("k.pairs"), sizeof(out.pairs)) : std::vector<uint8_t>();
+    const std::vector<uint8_t> pairs = bytes(key("k.pairs"), sizeof(out.pairs));
     if (!pairs.empty()) {
         out.has_pairs = true;
         memcpy(out.pairs.data(), pairs.data(), pairs.size());

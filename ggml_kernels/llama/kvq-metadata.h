@@ -17,7 +17,7 @@ struct kvq_layer_data {
     std::vector<float> k_lambda;   // [n_head_kv, d], descending
     std::vector<float> k_bias;     // [n_head_kv, d], of a measured key bias
     bool has_pairs = false;
-    kvq_pair_set pairs = {};       // of attn_k.bias that the keys were without
+    kvq_pair_set pairs = {};       // of the key bias that the keys were without
     uint32_t hash = 0;             // of the bytes above
 };
 

@@ -217,9 +217,7 @@ static key_bias_parts key_bias_of(const llama_model & model, int32_t il, bool me
     } else {
         b = to_host(own);
     }
-    if (measured) {
-        out.pairs = kvq_nonzero_pairs(b, d, rope);
-    } else if (data && !data->k_basis.empty()) {
+    if (data && !data->k_basis.empty()) {   // as the keys were measured
         out.pairs = data->has_pairs ? data->pairs : kvq_first_pairs(rope.n_rot/2);
     } else {
         out.pairs = kvq_carrying_pairs(b, d, rope);
@@ -228,9 +226,7 @@ static key_bias_parts key_bias_of(const llama_model & model, int32_t il, bool me
     std::vector<float> kept(b.size(), 0.0f);
     for (size_t j = 0; j < b.size(); j++) {
         const int pair = rope.pair_of(j % d);
-        // what does not turn shifts all logits of a query alike; it is left out where softmax does not see that
-        const bool leaves = pair < 0 ? !shift_is_seen(model, il) : kvq_has_pair(out.pairs, pair);
-        (leaves ? out.returned : kept)[j] = b[j];
+        (pair >= 0 && kvq_has_pair(out.pairs, pair) ? out.returned : kept)[j] = b[j];
     }
     if (!measured && std::any_of(kept.begin(), kept.end(), [](float x) { return x != 0.0f; })) {
         out.kept = kept;

@@ -66,13 +66,14 @@ template <short N> void kvq_load_query(constant kvq_metal_args & args, device co
 
 // ---- key bias: z, made of query and bias once a row, meets the cosines and sines of a token's position ----
 
-// a row's z of pair f, for the cosine and for the sine
+// a row's z of the f-th pair that carries the bias, for the cosine and for the sine
 static inline float2 kvq_bias_pair(constant kvq_metal_args & args, device const char * bias_q, device const char * bias, kvq_row row, int head_kv,
         int sequence, short f) {
-    const short first = args.bias.interleaved ? 2*f : f, second = args.bias.interleaved ? 2*f + 1 : f + FC_rot/2;
+    const short pair = args.bias.pair[f];
+    const short first = args.bias.interleaved ? 2*pair : pair, second = args.bias.interleaved ? 2*pair + 1 : pair + args.bias.all;
     device const float * x = (device const float *) (bias_q + row.token*args.bias.nbq1 + row.head*args.bias.nbq2 + sequence*args.bias.nbq3);
     device const float * y = (device const float *) (bias + head_kv*args.bias.nbb1);
-    if (!row.valid) {
+    if (!row.valid || f >= args.bias.n) {
         return float2(0.0f, 0.0f);
     }
     return float2((x[first]*y[first] + x[second]*y[second])*args.scale, (x[second]*y[first] - x[first]*y[second])*args.scale);
@@ -82,8 +83,8 @@ static inline float2 kvq_bias_pair(constant kvq_metal_args & args, device const 
 static inline float2 kvq_turn(constant kvq_metal_args & args, device const char * trig, int position, short f) {
     device const float * a = (device const float *) (trig + (256 + min(position >> 8, args.bias.steps - 1))*args.bias.nbt1);
     device const float * c = (device const float *) (trig + (position & 255)*args.bias.nbt1);
-    const short g = f + FC_rot/2;
-    return float2(a[f]*c[f] - a[g]*c[g], a[g]*c[f] + a[f]*c[g]);
+    const short i = args.bias.pair[f], j = i + args.bias.all;
+    return float2(a[i]*c[i] - a[j]*c[j], a[j]*c[i] + a[i]*c[j]);
 }
 
 static inline device const int * kvq_positions(constant kvq_metal_args & args, constant kvq_metal_part & part, device const char * positions, int sequence) {

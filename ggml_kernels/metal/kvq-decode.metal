@@ -39,7 +39,8 @@ template <short R> void kvq_add_bias(constant kvq_metal_args & args, device cons
         simdgroup_barrier(mem_flags::mem_threadgroup);
         device const float * c = (device const float *) (trig + lane*args.bias.nbt1);
         for (short f = 0; f < pairs; ++f) {
-            const float2 t = float2(c[f], c[f + pairs]);
+            const short pair = args.bias.pair[f];
+            const float2 t = float2(c[pair], c[pair + args.bias.all]);
             KVQ_ROWS (r) {
                 logit[r] += dot(sh.turned[r*pairs + f], t);
             }

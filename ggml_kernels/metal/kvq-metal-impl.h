@@ -17,7 +17,7 @@
 #define KVQ_FC_SLOPE    5           // ALiBi
 #define KVQ_FC_WINDOW   6
 #define KVQ_FC_SINKS    7
-#define KVQ_FC_ROT      8           // values that a key bias turns; 0 without one
+#define KVQ_FC_ROT      8           // cosines and sines of the pairs that carry a key bias, a multiple of 8; 0 without one
 #define KVQ_FC_INDEX    9           // rows: 0 plain copy, 32 or 64 bits of a row index
 #define KVQ_FC_HALF     10          // rows: the float side is f16
 
@@ -39,6 +39,9 @@ struct kvq_metal_bias {
     int32_t  steps;                 // of 256 positions in the table
     int32_t  seqs;                  // sequences of a row of positions
     int32_t  interleaved;
+    int32_t  all;                   // pairs of the table
+    int32_t  n;                     // pairs that carry it
+    uint8_t  pair[128];             // which, then any up to FC_rot/2
     uint64_t nbq1, nbq2, nbq3, nbb1, nbt1, nbp1;
 };
 

@@ -3,6 +3,7 @@
 
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
+#include "kvq-bias-pairs.h"
 #include "kvq.h"
 #include "kvq-metal-source.h"
 
@@ -126,8 +127,11 @@ static kvq_metal_part part_of(const ggml_tensor * k, const ggml_tensor * v, cons
     return p;
 }
 
-// values that a key bias turns
-static int rot_of(const ggml_tensor * op) { return op->src[5] ? int(op->src[7]->ne[0]) : 0; }
+// cosines and sines of the pairs that carry a key bias, in whole matrices of the prefill kernel
+static int rot_of(const ggml_tensor * op) {
+    uint8_t pairs[KVQ_BIAS_PAIRS_MAX];
+    return (2*kvq_bias_pairs(op, pairs) + 7)/8*8;
+}
 
 static bool is_decode(const ggml_tensor * op) { return op->src[0]->ne[1]*(op->src[0]->ne[2]/op->src[1]->ne[2]) <= DECODE_ROWS; }
 
@@ -165,6 +169,8 @@ static kvq_metal_args args_of(const ggml_tensor * op) {
         a.bias.steps = int32_t(trig->ne[1] - 256);
         a.bias.seqs  = int32_t(q->ne[3]/pos->ne[1]);
         a.bias.interleaved = op->op_params[8] != 0;
+        a.bias.all = int32_t(trig->ne[0]/2);
+        a.bias.n   = kvq_bias_pairs(op, a.bias.pair);
         a.bias.nbq1 = bias_q->nb[1];  a.bias.nbq2 = bias_q->nb[2];  a.bias.nbq3 = bias_q->nb[3];
         a.bias.nbb1 = op->src[6]->nb[1];
         a.bias.nbt1 = trig->nb[1];
@@ -382,7 +388,7 @@ static const char * attention_refusal(const ggml_tensor * op) {
                 return "types of the key bias";
             }
         }
-        if (pos->type != GGML_TYPE_I32 || q->ne[3] % pos->ne[1] != 0 || rot_of(op) % 8 != 0 || rot_of(op) > k->ne[0] || op->src[7]->ne[1] <= 256) {
+        if (pos->type != GGML_TYPE_I32 || q->ne[3] % pos->ne[1] != 0 || op->src[7]->ne[0] % 2 != 0 || op->src[7]->ne[0] > k->ne[0] || op->src[7]->ne[1] <= 256) {
             return "shape of the key bias";
         }
     }

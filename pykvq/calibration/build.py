@@ -7,9 +7,11 @@ import numpy as np
 
 import pykvq
 from pykvq.calibration import CACHE_KEY_BIAS, KEY_BIAS
+from pykvq.calibration.bias_pairs import MAX_PAIRS, Biased, choose, only
 from pykvq.calibration.key_bias import measured_bias
 from pykvq.calibration.metadata import Embedded
 from pykvq.calibration.model_files import splits, tensor
+from pykvq.calibration.moments import LayerSums
 from pykvq.calibration.rope import NEOX, NORMAL
 from pykvq.calibration.run import Statistics
 from pykvq.calibration.text import text_hash
@@ -19,6 +21,9 @@ from pykvq.formats import CODEBOOK
 from pykvq.gguf_file import GgufFile
 from pykvq.native import llama_commit
 from pykvq.support import KEY_BIAS_BACKENDS
+
+# Returning a bias costs a GPU speed (docs/calibration.md), which is worth it for a model with attn_k.bias, of little use in a low-bit cache without it.
+MEASURED_ON_GPU = False
 
 
 def cache_returns(kind: str, statistics: Statistics, model: Path) -> bool:
@@ -31,19 +36,18 @@ def cache_returns(kind: str, statistics: Statistics, model: Path) -> bool:
     # measured: one RoPE in all layers, and a plain cache, which has every layer and no window
     ropes = [s.rope for s in layers.values()]
     plain = len(layers) == files[0].get(f"{architecture}.block_count") and not files[0].get(f"{architecture}.attention.sliding_window")
-    return kind == "none" or plain and ropes[0] is not None and ropes[0].mode in (NORMAL, NEOX) and ropes[0].first == 0 and len(set(ropes)) == 1
+    return kind == "none" or plain and ropes[0] is not None and ropes[0].mode in (NORMAL, NEOX) and ropes[0].first == 0 and ropes[0].n_dims <= 2 * MAX_PAIRS and len(set(ropes)) == 1
 
 
 def best_key_bias(statistics: Statistics, model: Path) -> str:
     """The most of "measured", "attn_k.bias" and "none" that the caches of this installation can return on each of its devices.
 
-    On a GPU not "measured": returning a bias costs it much speed (docs/calibration.md), which is worth it only for a model with
-    attn_k.bias, of little use in a low-bit cache without it.
+    MEASURED_ON_GPU says whether that includes "measured" where there is a GPU.
     """
     backends = {device.backend for device in devices()}
     if not backends <= KEY_BIAS_BACKENDS:
         return "none"
-    kinds = ("attn_k.bias", "none") if "cuda" in backends else ("measured", "attn_k.bias", "none")
+    kinds = [kind for kind in ("measured", "attn_k.bias", "none") if kind != "measured" or MEASURED_ON_GPU or "cuda" not in backends]
     return next(kind for kind in kinds if cache_returns(kind, statistics, model))
 
 
@@ -68,18 +72,27 @@ def build(statistics: Statistics, model: Path, key_bias: str | None = None) -> E
     last = int(statistics.positions.max()) + statistics.tokens.shape[1] - 1
     provenance = {"text_hash": text_hash(statistics.tokens), "tokens": int(statistics.tokens.size), "source": statistics.source,
                   "pykvq_version": pykvq.__version__, "llama_cpp_commit": llama_commit(), "positions": last}
-    layers = {i: _layer(statistics, model, i, key_bias) for i in sorted(statistics.moments.layers)}
+    sums = {i: s for i, s in sorted(statistics.moments.layers.items())}
+    if key_bias == "none":
+        layers = {i: layer_transform(s, keep_mean=keeps_mean(model, i)) for i, s in sums.items()}
+    else:
+        biased = {i: Biased(s, _bias(s, model, i, key_bias), keeps_mean(model, i)) for i, s in sums.items()}
+        pairs = choose(biased)
+        layers = {i: _without(biased[i], pairs[i], key_bias == "measured") for i in sums}
     return Embedded(statistics.fingerprint, CODEBOOK, key_bias, layers, provenance)
 
 
-def _layer(statistics: Statistics, model: Path, i: int, key_bias: str) -> Transform:
-    sums, keep_mean = statistics.moments.layers[i], keeps_mean(model, i)
-    if key_bias == "none":
-        return layer_transform(sums, keep_mean=keep_mean)
+def _bias(sums: LayerSums, model: Path, i: int, key_bias: str) -> np.ndarray:
+    """The bias [h, d] of a layer's keys before RoPE."""
     if key_bias == "measured":
-        stored = measured_bias(sums).astype("<f2").astype(np.float64)       # as the cache will read it, so that its rounding is in the statistics
-        return layer_transform(sums, stored, keep_bias=True, keep_mean=keep_mean)
+        return measured_bias(sums).astype("<f2").astype(np.float64)        # as the cache will read it, so that its rounding is in the statistics
     raw = tensor(model, f"blk.{i}.attn_k.bias")
     if raw is None:
         raise ValueError(f"{model.name} has no blk.{i}.attn_k.bias; use key_bias none or measured")
-    return layer_transform(sums, np.frombuffer(raw, "<f4").reshape(sums.heads, -1), keep_mean=keep_mean)
+    return np.frombuffer(raw, "<f4").reshape(sums.heads, -1).astype(np.float64)
+
+
+def _without(layer: Biased, pairs: np.ndarray, stored: bool) -> Transform:
+    """The transform of keys without those pairs of their bias."""
+    bias = only(layer.bias, layer.sums.rope, pairs)
+    return layer_transform(layer.sums, bias, keep_bias=stored, keep_mean=layer.keep_mean)._replace(pairs=pairs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pykvq.calibration.bias_pairs import MAX_PAIRS
 from pykvq.calibration.transform import Transform
 from pykvq.formats import CODEBOOK
 from pykvq.gguf_file import GgufFile
@@ -52,6 +53,8 @@ def encode(data: Embedded) -> dict[str, object]:
                 f"kvq.blk.{i}.k.lambda": _text(t.lam, "<f4", i)}
         if t.bias is not None:
             out[f"kvq.blk.{i}.k.bias"] = _text(t.bias, "<f2", i)
+        if t.pairs is not None:
+            out[f"kvq.blk.{i}.k.pairs"] = base64.b64encode(_pair_bits(t.pairs)).decode()
     out |= {f"kvq.calibration.{name}": value for name, value in data.provenance.items()}
     return out | {CHECKSUM: checksum(out)}
 
@@ -100,7 +103,16 @@ def _layer(file: GgufFile, i: int) -> Transform:
     if rest or not d or mean.size % d or lam.size != mean.size or bias is not None and bias.size != mean.size:
         raise ValueError(f"the shapes of layer {i} do not agree")
     h = mean.size // d
-    return Transform(mean.reshape(h, d), basis.reshape(h, d, d), lam.reshape(h, d), None if bias is None else bias.reshape(h, d))
+    bits = array("k.pairs", "u1")
+    pairs = None if bits is None else np.flatnonzero(np.unpackbits(bits.astype(np.uint8), bitorder="little"))
+    return Transform(mean.reshape(h, d), basis.reshape(h, d, d), lam.reshape(h, d), None if bias is None else bias.reshape(h, d), pairs)
+
+
+def _pair_bits(pairs: np.ndarray) -> bytes:
+    """A bit a frequency pair, lowest first."""
+    bits = np.zeros(MAX_PAIRS, np.uint8)
+    bits[pairs] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def _text(a: np.ndarray, dtype: str, layer: int) -> str:

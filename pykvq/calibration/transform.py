@@ -14,12 +14,14 @@ RIDGE = 0.01                             # share of the mean eigenvalue that is 
 class Transform(NamedTuple):
     """One layer. k ~ y B + mean, where y has unit variance per coordinate, and coordinate i then costs lam[i] of squared logit.
 
-    mean [h, d], basis B [h, d, d] (row i: coordinate i), lam [h, d] descending, bias [h, d] or None; float64.
+    mean [h, d], basis B [h, d, d] (row i: coordinate i), lam [h, d] descending, bias [h, d] or None; float64. pairs: frequency pairs of
+    the key bias that the keys were without, ascending; None: all, or there is no bias.
     """
     mean: np.ndarray
     basis: np.ndarray
     lam: np.ndarray
     bias: np.ndarray | None = None
+    pairs: np.ndarray | None = None
 
 
 def key_transform(cov: np.ndarray, second: np.ndarray, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:

@@ -20,8 +20,9 @@ COLUMNS = (("mean_share", ">mean"), ("effective_dims", ">dims"), ("error_turbo3_
 def inspect(out: Output, model: Path, picture: Path | None) -> None:
     """Show the calibrated transforms that a model or its sidecar carries.
 
-    Per layer: the share of the keys' energy that their mean holds, the effective number of coordinates that queries read, and the
-    predicted root-mean-square error of an attention logit per type of K. Exits with 1 when there are none or they do not fit.
+    Per layer: the frequency pairs of a key bias that the cache leaves out of the keys, the share of the keys' energy that their mean holds,
+    the effective number of coordinates that queries read, and the predicted root-mean-square error of an attention logit per type of K.
+    Exits with 1 when there are none or they do not fit.
     """
     from pykvq.calibration.loss import summary
     from pykvq.calibration.metadata import current, decode
@@ -45,13 +46,16 @@ def inspect(out: Output, model: Path, picture: Path | None) -> None:
         plot(data, model.name, picture)
         out.note(f"drawn to {picture}")
     rows = {i: summary(t) for i, t in sorted(data.layers.items())}
-    cells = [(i, len(data.layers[i].lam), data.layers[i].lam.shape[1], *(f"{row[name]:.3g}" for name, _ in COLUMNS)) for i, row in rows.items()]
+    biased = data.key_bias != "none"
+    returned = {i: "all" if t.pairs is None else len(t.pairs) for i, t in data.layers.items()}
+    cells = [(i, len(data.layers[i].lam), data.layers[i].lam.shape[1], *([returned[i]] if biased else []), *(f"{row[name]:.3g}" for name, _ in COLUMNS)) for i, row in rows.items()]
     about = [("in", file.path.name), ("fingerprint", data.fingerprint + ("" if fits else ", not of this model")), ("key bias", data.key_bias),
              ("checksum", "right" if data.checked else "none, written by an older pykvq"), *sorted(data.provenance.items())]
     out.data({"model": str(model), "embedded": True, "in": str(file.path), "fits": fits, "current": current(data), "fingerprint": data.fingerprint,
               "codebook": data.codebook, "key_bias": data.key_bias, "checked": data.checked, "calibration": dict(data.provenance),
               "layers": [{"layer": i, "heads_kv": len(data.layers[i].lam), "head_dim": data.layers[i].lam.shape[1], **row,
+                          "bias_pairs": None if data.layers[i].pairs is None else data.layers[i].pairs.tolist(),
                           "spectrum": data.layers[i].lam.tolist()} for i, row in rows.items()]},
              table("transforms", ("", ""), about),
-             table("\npredicted error of a logit, by type of K", ("layer", ">KV heads", ">head size", *(c for _, c in COLUMNS)), cells))
+             table("\npredicted error of a logit, by type of K", ("layer", ">KV heads", ">head size", *([">bias pairs"] if biased else []), *(c for _, c in COLUMNS)), cells))
     sys.exit(0 if fits and current(data) else 1)

@@ -91,6 +91,59 @@ def test_data_for_keys_without_their_bias(biased, floats, tmp_path):
             assert {(layer.calibrated, layer.key_bias) for layer in context.info()} == {(True, "kept")}
 
 
+# ---- a part of the bias, which the graph then splits
+
+def pair_bits(pairs):
+    bits = np.zeros(128, np.uint8)
+    bits[pairs] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+SOME = {0: [1, 5, 8, 30], 1: [0, 2, 3, 17, 31]}
+LARGE = (1, 5, 30)
+UNEVEN = tuple(6.0 if i % 32 in LARGE else 0.02 for i in range(128))
+
+
+def test_a_bias_that_few_pairs_carry_stays_in_the_others(biased, floats):
+    path = biased(key_bias=UNEVEN)
+    with Model(path) as model, Context(model, 256, ("f16", "turbo4")) as context:
+        assert {layer.bias_pairs for layer in context.info()} == {16}
+    assert relative(*both(path, prefill_and_decode)) < EXACT
+    assert relative(*both(path, shifted, ("q8_0", "turbo4"))) < 2 * EXACT
+
+
+def test_a_bias_that_bits_can_hold_stays(biased):
+    with Model(biased(key_bias=0.1)) as model, Context(model, 256, "turbo4") as context:
+        assert {(layer.key_bias, layer.bias_pairs) for layer in context.info()} == {("kept", 0)}
+
+
+@pytest.mark.parametrize("pairs", [SOME, {0: [], 1: [7]}, {0: range(32), 1: [4]}], ids=["some", "none", "all"])
+def test_data_name_the_pairs(biased, floats, tmp_path, pairs):
+    """What they name leaves the keys and comes back, the rest is in the keys; every pair is large, so one that gets lost or counts twice shows."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(biased().read_bytes())
+    arrays = random_layers((0, 1), 2, 64, spread=1.5) | {f"kvq.blk.{i}.k.pairs": pair_bits(list(p)) for i, p in pairs.items()}
+    write_sidecar(path, metadata(path, arrays) | {"kvq.key_bias": "attn_k.bias"})
+    out = []
+    with Model(path) as model:
+        for kvq in ("auto", "off"):
+            with Context(model, 256, ("f16", "turbo4"), threads=2, kvq=kvq, kv_sink=0, kv_recent=0) as context:
+                if kvq == "auto":
+                    assert [(layer.key_bias, layer.bias_pairs) for layer in context.info()] == [("left out" if p else "kept", len(p)) for p in pairs.values()]
+                out.append(prefill_and_decode(context))
+    assert relative(*out) < 2 * EXACT
+
+
+@pytest.mark.parametrize("bits, complaint", [(pair_bits([3, 32]), "names a pair that the heads do not have"), (pair_bits([3])[:4], "4 bytes, 16 expected")],
+                         ids=["too far", "too short"])
+def test_pairs_that_do_not_fit_are_refused(biased, tmp_path, bits, complaint):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(biased().read_bytes())
+    write_sidecar(path, metadata(path, random_layers((0, 1), 2, 64) | {"kvq.blk.1.k.pairs": bits}) | {"kvq.key_bias": "attn_k.bias"})
+    with Model(path) as model, pytest.raises(ValueError, match=f"kvq.blk.1.k.pairs.*{complaint}"):
+        Context(model, 256, "turbo4")
+
+
 # ---- a measured bias, which is subtracted before a key is stored
 
 @pytest.fixture
@@ -98,12 +151,14 @@ def measured(tiny_model, tmp_path):
     """measured(...) is the path of a tiny model with data for keys without a random bias, 30 times as large as the keys."""
     quiet_log()
 
-    def make(bias=30.0, layers=(0, 1), heads_kv=2, d=64, **options):
+    def make(bias=30.0, layers=(0, 1), heads_kv=2, d=64, pairs=None, **options):
         path = tmp_path / "measured.gguf"
         path.write_bytes(tiny_model(d, heads_kv=heads_kv, **options).read_bytes())
         rng, arrays = np.random.default_rng(1), random_layers(layers, heads_kv, d, spread=1.5)
         for i in layers:
             arrays[f"kvq.blk.{i}.k.bias"] = (bias * rng.standard_normal((heads_kv, d))).astype(np.float16)
+            if pairs is not None:
+                arrays[f"kvq.blk.{i}.k.pairs"] = pair_bits(pairs)
         write_sidecar(path, metadata(path, arrays) | {"kvq.key_bias": "measured"})
         return path
     return make
@@ -125,6 +180,20 @@ def with_and_without(path, run, kv_type=("f16", "turbo4"), n_ctx=256, **options)
 def test_a_measured_bias_changes_nothing_but_the_keys(measured, floats, options):
     """Interleaved and NEOX pairs, prefill and one by one; the bias is large, so a wrong turn of it is an error of many times the logit."""
     assert relative(*with_and_without(measured(**options), prefill_and_decode)) < 2 * EXACT
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_of_a_measured_bias_only_the_named_pairs_leave(measured, floats, architecture):
+    """The data hold large numbers for the other pairs too, which must then be neither subtracted nor returned."""
+    path = measured(pairs=[2, 3, 11, 29, 31], architecture=architecture)
+    with Model(path) as model, Context(model, 256, ("f16", "turbo4")) as context:
+        assert {layer.bias_pairs for layer in context.info()} == {5}
+    assert relative(*with_and_without(path, prefill_and_decode)) < 2 * EXACT
+
+
+def test_a_layer_without_pairs_costs_nothing(measured):
+    with Model(measured(pairs=[])) as model, Context(model, 256, "turbo4") as context:
+        assert {(layer.calibrated, layer.key_bias, layer.bias_pairs) for layer in context.info()} == {(True, "none", 0)}
 
 
 def test_a_measured_bias_turns_with_a_shift(measured, floats):
