@@ -41,7 +41,7 @@ struct kvq_metal_bias {
     int32_t  interleaved;
     int32_t  all;                   // pairs of the table
     int32_t  n;                     // pairs that carry it
-    uint8_t  pair[128];             // which, then any up to FC_rot/2
+    unsigned char pair[128];        // which, then any up to FC_rot/2
     uint64_t nbq1, nbq2, nbq3, nbb1, nbt1, nbp1;
 };
 
