@@ -61,6 +61,17 @@ def test_kernels_of_older_devices(tmp_path):
     run_parts(Machine(arch=800).program(tmp_path / "grid", grid(tmp_path, "grid", 1e9)), 4, "quick")
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="copies of rows that are no multiple of 16 bytes read up to 4 bytes behind a full cache: chunks of kvq_set_window")
+def test_nothing_behind_a_full_cache_is_read(tmp_path):
+    """The grid has two rows behind the last token; without them the copies must stop at the tensor's end."""
+    text, count = re.subn(r"p\.n_kv \+ 2\b", "p.n_kv", in_parts(GRID.read_text(), 1e9))
+    assert count >= 4
+    source = tmp_path / "tight.cpp"
+    source.write_text(text)
+    run_parts(Machine().program(tmp_path / "tight", source), 4, "quick")
+
+
 # ---- faults ----
 
 DECODE = '#include "kvq-decode-shapes.cuh"\nkvq_decode_entry kvq_find_decode_33(int dk, int, bool) {{ return dk == {d} ? {make} : kvq_decode_entry {{}}; }}\n'
