@@ -20,6 +20,8 @@ Keys, several values of one joined by "+" for a row each:
   episodes   their number (chosen)                                    encoder   minilm, model, a GGUF file (auto)
   reach      times the budget that is looked through (8)              around    tokens that stay together (7); 0: segments nearest
   by         max, mean: of the attention of a question's tokens (max)
+  draft      tokens of a first answer whose attention counts too (0)
+  whole      share of the budget for the segments nearest to the question as they are (0)
   block      tokens between two evictions (budget / 2)                layers    code, paper: layer budgets (none)
   prompt     most tokens of an episode's prompt (256)                 per       episodes that a question may read (2)
   shared     1: all layers and heads keep the same tokens (0)         answers   0: no F1 (1)
@@ -76,6 +78,8 @@ class Run:
     reach: float = 8.0
     around: int = 7
     by: str = "max"
+    draft: int = 0
+    whole: float = 0.0
     block: int = 0
     layers: str = ""
     prompt: int = 256
@@ -250,7 +254,7 @@ def run_retrieval(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
 def run_epicache(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
     name, encode = setup.encoder(run.encoder)
     block, n = min(run.block or max(32, budget // 2), len(talk.history)), 1 if run.method == "global" else run.episodes or None
-    settings = Settings(prompt=run.prompt, episodes=n, reach=run.reach, around=run.around, by=run.by, per_question=run.per,
+    settings = Settings(prompt=run.prompt, episodes=n, reach=run.reach, around=run.around, by=run.by, draft=run.draft, whole=run.whole, per_question=run.per,
                         recall="question" if run.method == "epicache" else "episode")
     layers = None
     if run.layers:
@@ -310,9 +314,10 @@ def write_vectors(setup: Setup, talks: list[Talk], names: list[str], path: Path)
 def table(path: Path) -> str:
     """Means over conversations, weighed by their questions, in the order of the lines; log p also against the whole f16 cache's."""
     shown, groups = [f.name for f in fields(Run)], {}
+    defaults = {f.name: f.default for f in fields(Run)}          # lines of an earlier form lack a key
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        groups.setdefault((row["model"], *(row["run"][name] for name in shown)), []).append(row)
+        groups.setdefault((row["model"], *(row["run"].get(name, defaults[name]) for name in shown)), []).append(row)
 
     def mean(rows: list[dict], name: str) -> float:
         return sum(r[name] * r["questions"] for r in rows) / sum(r["questions"] for r in rows)

@@ -102,13 +102,20 @@ class Builder:
             self.context.remove(0, pinned, max(pinned, end - recent))
         return archive.grown(read, self.plan.block)
 
-    def look(self, state: SequenceState, tail: Sequence[int], question: Sequence[int]) -> dict[int, LayerQueries]:
-        """The queries of a question that stands behind `state` and `tail`."""
-        start = int(state.positions.max()) + 1
+    def look(self, state: SequenceState, tail: Sequence[int], question: Sequence[int], draft: int = 0) -> dict[int, LayerQueries]:
+        """The queries of a question that stands behind `state` and `tail`, and of the first `draft` tokens of an answer."""
+        at = int(state.positions.max()) + 1
         self.restore(state)
-        self._decode(tail, start)
+        self._decode(tail, at)
+        at += len(tail)
         with self.capture.capture() as queries:
-            self._decode(question, start + len(tail))
+            logits = self.context.decode(question, at)[-1]
+            self.step(len(question))
+            for at in range(at + len(question), at + len(question) + draft):
+                token = int(logits.argmax())
+                if self.context.model.ends(token):
+                    break
+                logits = self.context.decode([token], at)[-1]
         return queries
 
     def restore(self, state: SequenceState) -> None:

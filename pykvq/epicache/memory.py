@@ -62,7 +62,8 @@ class Settings:
 
     recall: "question" keeps the rows of every token outside the cache, and each question takes the cells that it attends to from the episodes nearest
     to it, `reach` times the budget of them; around: tokens that stay together, 0: the segments nearest to the question, whole; by: "max" or
-    "mean" of the attention of the question's tokens. "episode" keeps one cache per episode, made before any question (arXiv 2509.17396). prompt: most
+    "mean" of the attention of the question's tokens; draft: tokens of a first answer whose attention counts too; whole: share of the budget for the
+    segments nearest to the question as they are. "episode" keeps one cache per episode, made before any question (arXiv 2509.17396). prompt: most
     tokens of an episode's prompt; per_question: most episodes that one question reads; near: how close a second one's similarity must be to the best.
     """
     width: int = 4
@@ -72,6 +73,8 @@ class Settings:
     reach: float = 8.0
     around: int = 7
     by: str = "max"
+    draft: int = 0
+    whole: float = 0.0
     prompt: int = 256
     per_question: int = 2
     near: float = 0.8
@@ -144,8 +147,10 @@ class Keeper:
         for i in near:
             candidates[pieces[i]] = True
         guess = nearest([pieces[i] for i in near], memory.vectors[near] @ vector, always, plan.budget)
-        return read.tolist(), recalled(self.builder, memory.archive, guess, candidates, always, asked, self.settings.around,
-                                        self.settings.by)
+        if self.settings.whole:
+            always = nearest([pieces[i] for i in near], memory.vectors[near] @ vector, always, int(plan.budget * self.settings.whole))
+        return read.tolist(), recalled(self.builder, memory.archive, guess, candidates, always, asked, self.settings.around, self.settings.by,
+                                       self.settings.draft)
 
     def recall(self, memory: Memory, chosen: Sequence[int], weights: Sequence[float], end: int) -> Compressed:
         """One cache of the chosen episodes, after `end` tokens."""

@@ -34,10 +34,10 @@ def nearest(pieces: Sequence[np.ndarray], similarity: np.ndarray, always: np.nda
 
 
 def recalled(builder: Builder, archive: Archive, guess: np.ndarray, candidates: np.ndarray, always: np.ndarray, asked: Asked, width: int,
-             by: str = "max") -> SequenceState:
+             by: str = "max", draft: int = 0) -> SequenceState:
     """The `budget` cells of each head that the question attends to most, among the candidates; bool [tokens] all three.
 
-    The question is read once behind the `guess`, and its queries are put to the keys of all candidates. A token counts as much as the most
+    The question is read once behind the `guess`, and its queries, and those of `draft` tokens of an answer, are put to the keys of all candidates. A token counts as much as the most
     attended of the `width` tokens around it, so that a name or a date stays whole; width 0 leaves it at the guess. `always` stays.
     by: see attention_scores.
     """
@@ -48,7 +48,7 @@ def recalled(builder: Builder, archive: Archive, guess: np.ndarray, candidates: 
         return rows
     if not width:
         return archive.rows(np.flatnonzero(guess))
-    queries = builder.look(archive.rows(np.flatnonzero(guess)), asked.tail, asked.tokens)
+    queries = builder.look(archive.rows(np.flatnonzero(guess)), asked.tail, asked.tokens, draft)
     scores = [maximum_filter1d(s, width, axis=-1, mode="nearest") for s in state_scores(queries, builder.layers, builder.heads_kv, rows, by)]
     chosen = select(scores, always[at], budgets, plan.shared)
     cells = chosen[0].shape[1]

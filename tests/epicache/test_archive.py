@@ -5,6 +5,7 @@ import pytest
 from pykvq.engine import Context, Model, quiet_log
 from pykvq.epicache.archive import Archive, Chunk, joined
 from pykvq.epicache.build import Builder, Plan
+from pykvq.epicache.importance import state_scores as scores
 from pykvq.epicache.queries import QueryCapture
 from pykvq.epicache.recall import Asked, nearest, recalled
 from pykvq.epicache.rows import values
@@ -75,10 +76,10 @@ def test_reading_on_is_like_reading_once(tiny_model):
         np.testing.assert_allclose(values(x.heads(2), 1), values(y.heads(2), 1), atol=0.02)
 
 
-def asked(b, archive, guess=None, width=1, **change):
+def asked(b, archive, guess=None, width=1, draft=0, **change):
     all_ = np.ones(150, bool)
     always = (np.arange(150) < 8) | (np.arange(150) >= 146)
-    return recalled(b, archive, always if guess is None else guess, change.get("candidates", all_), always, Asked([], QUESTION), width)
+    return recalled(b, archive, always if guess is None else guess, change.get("candidates", all_), always, Asked([], QUESTION), width, draft=draft)
 
 
 def moved(b, archive, found):
@@ -128,3 +129,12 @@ def test_a_left_out_key_bias_shares_tokens_at_their_positions(tiny_model):
     found = asked(b, archive)
     whole = archive.rows(found.positions)
     assert len(found.positions) == 60 and found.to_bytes() == whole.to_bytes()
+
+
+def test_a_draft_of_the_answer_is_asked_too(tiny_model, monkeypatch):
+    b = builder(tiny_model(64))
+    archive, seen = b.read(Archive(), HISTORY, 8), []
+    monkeypatch.setattr("pykvq.epicache.recall.state_scores", lambda queries, *rest: seen.append(queries[1].q.shape[0]) or scores(queries, *rest))
+    for draft in (0, 5):
+        assert len(asked(b, archive, draft=draft).positions) == 60
+    assert seen == [9, 14]

@@ -180,3 +180,16 @@ def test_a_hybrid_is_refused(tmp_path):
     from pykvq.epicache import EpiCache
     with pytest.raises(ValueError, match="more bytes"):
         EpiCache(architectures.hybrid(tmp_path / "hybrid.gguf"), budget=200)
+
+
+def test_the_nearest_windows_as_they_are(grown, monkeypatch):
+    """A share of the budget that attention cannot take."""
+    from dataclasses import replace
+
+    from pykvq.epicache.recall import Asked
+    epicache, always = grown(), []
+    monkeypatch.setattr("pykvq.epicache.memory.recalled", lambda *a: always.append(int(a[4].sum())))
+    for share in (0.0, 0.8):
+        epicache.keeper.settings = replace(epicache.keeper.settings, whole=share)
+        epicache.keeper.lookup(epicache.conversation.memory, "What makes good tables?", Asked([], [1]))
+    assert always[0] < 40 < always[1] <= 0.8 * epicache.budget
