@@ -108,6 +108,7 @@ class Builder:
         self.restore(state)
         self._decode(tail, at)
         at += len(tail)
+        draft = min(draft, self.context.info()[0].cells - len(state.positions) - len(tail) - len(question))
         with self.capture.capture() as queries:
             logits = self.context.decode(question, at)[-1]
             self.step(len(question))
