@@ -165,6 +165,7 @@ void kvq_add_sources(ggml_context * ctx, ggml_tensor * attention, const kvq_sour
     if (!bias->q) {
         return;
     }
+    GGML_ASSERT(bias->pairs != kvq_pair_set());   // a backend may only be asked about what it could be given
     // as build_attn_mha splits its own query
     ggml_tensor * q = bias->q;
     const int64_t n_stream = attention->src[1]->ne[3], n_tokens = q->ne[2]/n_stream;

@@ -61,7 +61,8 @@ static bool device_supports(const llama_hparams & h, int32_t il, const ggml_tens
     sources.mask16 = mask(64);
     if (bias) {
         sources.bias = { q, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, dk, n_head_kv),
-            ggml_new_tensor_2d(ctx, GGML_TYPE_F32, h.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS), ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 320, 1), false };
+            ggml_new_tensor_2d(ctx, GGML_TYPE_F32, h.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS), ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 320, 1), false,
+            kvq_first_pairs((int) h.n_rot(il)/2) };
     }
     kvq_add_sources(ctx, attention, &sources);
 

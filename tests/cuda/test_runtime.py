@@ -62,17 +62,23 @@ def reference(engine, models):
     return get
 
 
-def close_to(engine, ours, theirs):
-    """Largest mean divergence of the two parts of run(), prompt and single tokens."""
+# Codes on the edge fall either way: weights changed by 1e-7 of themselves give 0.014, 0.004 and 0.002 on the CPU with 2, 3 and 4 bits, by 1e-5
+# 0.070, 0.023 and 0.009. What the types themselves cost this model: 1.4, 0.5 and 0.17.
+BOUNDS = {"2": 0.07, "3": 0.025, "4": 0.01}
+
+
+def close(engine, ours, theirs, kv_type):
+    """Mean divergences of the two parts of run(), prompt and single tokens, are what rounding does to the type of fewest bits."""
     kl = engine.kl_divergence(theirs, ours)
-    assert np.isfinite(kl).all()
-    return max(kl[:256].mean(), kl[256:].mean())
+    names = (kv_type,) if isinstance(kv_type, str) else kv_type
+    bound = max(BOUNDS.get(name[-1], 0.0) for name in names)
+    return np.isfinite(kl).all() and max(kl[:256].mean(), kl[256:].mean()) < bound
 
 
 @pytest.mark.parametrize("kv_type", PAIRS)
 @pytest.mark.parametrize("layers", [99, 2])
 def test_logits_are_the_cpus(engine, models, reference, kv_type, layers):
-    assert close_to(engine, run(engine, models[layers], kv_type), reference(kv_type)) < 2e-3
+    assert close(engine, run(engine, models[layers], kv_type), reference(kv_type), kv_type)
 
 
 @pytest.mark.parametrize("sink, recent", [(16, 32), (64, 256)])
@@ -83,7 +89,7 @@ def test_beside_an_f16_window_too(engine, models, kv_type, sink, recent):
     with engine.Context(models[99], ROOM, kv_type, n_batch=128, **options) as context:
         assert all(layer.n_window - 1 - sink - recent < 128 for layer in context.info())
     ours, theirs, bare = (run(engine, models[n], kv_type, **o) for n, o in ((99, options), (0, options), (99, {})))
-    assert close_to(engine, ours, theirs) < 2e-3 and engine.kl_divergence(ours, bare).mean() > 0
+    assert close(engine, ours, theirs, kv_type) and engine.kl_divergence(ours, bare).mean() > 0
 
 
 @pytest.mark.parametrize("kv_type", ["oscar2", ("oscar2", "turbo4"), "turbo3"])
@@ -99,7 +105,7 @@ def test_calibrated_keys(engine, path, tmp_path, kv_type):
             with engine.Context(model, ROOM, kv_type) as context:
                 assert context.info().calibrated
             rows.append(run(engine, model, kv_type))
-    assert close_to(engine, rows[1], rows[0]) < 1e-2
+    assert close(engine, rows[1], rows[0], kv_type)
 
 
 @pytest.mark.parametrize("kv_type", ["turbo2", "turbo3", "turbo4"])
@@ -114,12 +120,12 @@ def test_a_key_bias_is_returned_to_the_logit(engine, tmp_path, head_dim, heads, 
             with engine.Context(model, ROOM, kv_type) as context:
                 assert {layer.key_bias for layer in context.info().layers} == {"left out"}
             rows.append(run(engine, model, kv_type))
-    assert close_to(engine, rows[1], rows[0]) < 1e-2
+    assert close(engine, rows[1], rows[0], kv_type)
 
 
 @pytest.mark.parametrize("kv_type", TYPES)
 def test_cache_kept_on_the_host(engine, models, reference, kv_type):
-    assert close_to(engine, run(engine, models[99], kv_type, offload=False), reference(kv_type)) < 2e-3
+    assert close(engine, run(engine, models[99], kv_type, offload=False), reference(kv_type), kv_type)
 
 
 @pytest.mark.parametrize("kv_type", TYPES)
