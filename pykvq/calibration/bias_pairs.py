@@ -16,7 +16,7 @@ from pykvq.calibration.transform import layer_transform
 
 MAX_PAIRS = 128                          # KVQ_BIAS_PAIRS_MAX of ggml_kernels/include/kvq-bias-pairs.h
 STEP = 8                                 # pairs that kernels take together
-SHARE = 0.1                              # of the layers' mean squared error that leaving pairs in the keys may add to a layer's
+SHARE = 0.2                              # of the layers' mean squared error that leaving pairs in the keys may add to a layer's
 
 
 class Biased(NamedTuple):
