@@ -1,6 +1,7 @@
 // Every CUDA operation of the cache types against the CPU backend, which defines the right answer.
 //   test-kvq-cuda            the whole grid; exit code 1 when something differs, 77 without a CUDA device
 //   test-kvq-cuda quick      a small grid, for compute-sanitizer
+//   test-kvq-cuda [quick] 2/8  the second of eight parts, to be run side by side: the reference takes most of the time
 //   test-kvq-cuda host       beside the small grid, what else the host machine runs (tests/cuda/host)
 //   test-kvq-cuda time       attention and cache writes timed beside upstream's f16, q8_0 and q4_0
 //   test-kvq-cuda parts      attention timed with an f16 window and with a key bias beside neither
@@ -28,6 +29,13 @@ typedef std::vector<uint8_t> bytes;
 
 static ggml_backend_t gpu, cpu;
 static int failures, checks;
+static int part = 1, parts = 1, cases;
+
+// whether the next case belongs to this part of the grid
+static bool mine() {
+    return cases++ % parts == part - 1;
+}
+
 static std::mt19937 rng(7);
 
 struct tensor_data { ggml_tensor * tensor; const bytes * data; };
@@ -138,6 +146,9 @@ static std::vector<ggml_type> window_types() {
 
 // K and V of a layer and their rows of an f16 window, at other indices: fused into one launch.
 static void check_four_writes(const ggml_type tk, const ggml_type tv) {
+    if (!mine()) {
+        return;
+    }
     const int64_t n = ggml_blck_size(tk), row = 3*n, rows = 5, table = 40;
     const ggml_type type[4] = { tk, tv, kvq_window_type(tk), kvq_window_type(tv) };
     bytes x[4], old[4], index[2];
@@ -167,6 +178,9 @@ static void check_four_writes(const ggml_type tk, const ggml_type tv) {
 }
 
 static void check_rows(const ggml_type type) {
+    if (!mine()) {
+        return;
+    }
     const int64_t n = ggml_blck_size(type), row = 3*n, rows = 11, table = 37;
     const std::string name = ggml_type_name(type);
     auto same = [&](const std::string & op, const std::function<ggml_tensor * (graph_build &, ggml_tensor **)> & build) {
@@ -379,6 +393,9 @@ static ggml_tensor * build_attention(const attention & p, const attention_data &
 }
 
 static void check_attention(const attention & p) {
+    if (!mine()) {
+        return;
+    }
     const attention_data d = make_data(p);
     auto build = [&](graph_build & b, ggml_tensor **) { return build_attention(p, d, b); };
     const bytes a = compute(gpu, build), b = compute(cpu, build);
@@ -395,6 +412,9 @@ static void check_attention(const attention & p) {
 // A step of decoding: K and V of a new token are written, to the window too if there is one, and attention reads them in the
 // launch that follows.
 static void check_write_and_attention(const attention & p) {
+    if (!mine()) {
+        return;
+    }
     const attention_data d = make_data(p);
     const bytes row = gaussian(size_t(p.dk)*p.heads_kv, 3.0f);
     bytes index(8), index16(8), mask(size_t(2)*p.n_kv, 0);
@@ -472,6 +492,9 @@ static ggml_tensor * build_transform(const transform & p, const transform_data &
 }
 
 static void check_transform(const transform & p) {
+    if (!mine()) {
+        return;
+    }
     const transform_data d = make_data(p);
     for (const bool of_keys : { true, false }) {
         auto build = [&](graph_build & b, ggml_tensor ** watch) {
@@ -981,6 +1004,13 @@ static void time_all() {
 }
 
 int main(int argc, char ** argv) {
+    if (argc > 1 && sscanf(argv[argc - 1], "%d/%d", &part, &parts) == 2) {
+        argc--;
+    }
+    if (part < 1 || part > parts) {
+        printf("part %d of %d: parts are counted from 1\n", part, parts);
+        return 2;
+    }
     const std::string mode = argc > 1 ? argv[1] : "";
     ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_GPU);
     if (!device) {
@@ -989,7 +1019,7 @@ int main(int argc, char ** argv) {
     }
     gpu = ggml_backend_dev_init(device, nullptr);
     cpu = ggml_backend_cpu_init();
-    ggml_backend_cpu_set_n_threads(cpu, int(std::max(1u, std::thread::hardware_concurrency())));
+    ggml_backend_cpu_set_n_threads(cpu, int(std::max(1u, std::thread::hardware_concurrency()/parts)));
     ggml_backend_cpu_set_use_ref(cpu, true);
     printf("%s against %s\n", ggml_backend_dev_description(device), ggml_backend_name(cpu));
     if (mode == "time") {
