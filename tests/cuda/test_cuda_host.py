@@ -50,8 +50,9 @@ def test_operations_match_the_cpu(program, mode):
 
 
 @pytest.mark.slow
-def test_whole_grid(tmp_path):
+def test_whole_grid(tmp_path, monkeypatch):
     """Every kernel that is compiled for a GPU; contexts that would take a CPU minutes left out."""
+    monkeypatch.setenv("CUDA_HOST_PADDING", "1")
     run_parts(Machine().program(tmp_path / "grid", grid(tmp_path, "grid", 3e6), whole=True), 16)
 
 
