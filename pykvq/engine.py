@@ -129,6 +129,7 @@ class Context:
         params.flash_attn_type = native.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else native.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if on_tensor is not None:                # ggml_backend_sched_eval_callback; must live as long as the context
             params.cb_eval = self._on_tensor = native.ggml_backend_sched_eval_callback(on_tensor)
+            params.op_offload = False            # or large batches of layers on the CPU read copies of caches, with names of their own
         self.model, self.n_batch, self.n_seq, self.kv_type = model, n_batch, n_seq, (k, v)
         forget()
         self.handle = native.llama_init_from_model(model.handle, params)

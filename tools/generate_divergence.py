@@ -36,7 +36,7 @@ tools/measure_kld.py MODEL wikitext2_test.txt --kernel-only --decode --gpu-layer
 ```
 
 Keys: "calibrated" with data of `pykvq embed-rotations --key-bias measured` on 16,384 tokens of the model's own samples (Gemma: none, whose sliding windows the cache
-does not return one for); "without attn_k.bias" without data, the model's
+does not return one for), with pairs of the bias returned until a twentieth of the layers' mean error is left, not a fifth as since; "without attn_k.bias" without data, the model's
 bias left out of the stored keys and returned to the logit, which is what a Qwen2 model without data gets; "as they are" is `--kvq off`, bias and all. The window
 is `--kv-sink`, `--kv-recent` ([windows](windows.md)). At position 20,000 no token is a sink, because a sink is a position below 64.
 
