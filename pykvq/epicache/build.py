@@ -165,6 +165,6 @@ def gathered(cache: Compressed, state: SequenceState, chosen: Sequence[np.ndarra
     at = tuple(np.where(c < 0, -1, np.take_along_axis(t, c.clip(0), 1)) for c, t in zip(chosen, cache.tokens))
     scores = tuple(np.where(c < 0, -np.inf, np.take_along_axis(s, c.clip(0), 1)).astype(np.float32) for c, s in zip(chosen, cache.scores))
     width = chosen[0].shape[1]
-    # Heads of a cell keep different tokens: any positions before the next token's serve the mask.
-    positions = at[0][0] if shared else np.arange(cache.end - width, cache.end)
+    # Heads of a cell keep different tokens: any positions before the next token's serve the mask; several episodes can have more cells than those.
+    positions = at[0][0] if shared else np.arange(cache.end - width, cache.end).clip(0)
     return replace(cache, state=state.gather(chosen, positions), tokens=at, scores=scores)

@@ -53,4 +53,4 @@ def recalled(builder: Builder, archive: Archive, guess: np.ndarray, candidates: 
     chosen = select(scores, always[at], budgets, plan.shared)
     cells = chosen[0].shape[1]
     # Heads of a cell keep different tokens: any positions before the next token's serve the mask.
-    return rows.gather(chosen, rows.positions[chosen[0][0]] if plan.shared else np.arange(archive.end - cells, archive.end))
+    return rows.gather(chosen, rows.positions[chosen[0][0]] if plan.shared else np.arange(archive.end - cells, archive.end).clip(0))
