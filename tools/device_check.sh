@@ -72,7 +72,7 @@ step() {
     check)    # the CPU's reference takes the time: a part of the grid for every two cores
               local n=$(( ($(nproc) + 1) / 2 )) jobs=() failed=0
               for i in $(seq $n); do
-                  "$(program "$dir" test-kvq-cuda)" $i/$n > "$dir.check-$i.log" 2>&1 & jobs+=($!)
+                  "$(program "$dir" test-kvq-cuda)" --part $i/$n > "$dir.check-$i.log" 2>&1 & jobs+=($!)
               done
               for i in $(seq $n); do wait ${jobs[i-1]} || failed=1; grep -hE "FAIL|checks," "$dir.check-$i.log" || tail -1 "$dir.check-$i.log"; done
               [ $failed = 0 ] ;;

@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +19,13 @@ from pathlib import Path
 from pykvq.native import library_dir
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent / "host"))
+
+from host_build import ROOT, run, upstream_ggml     # noqa: E402
+
 HOST = HERE / "host"
 KERNELS = ROOT / "ggml_kernels/cuda"
 GRID = HERE / "test-kvq-cuda.cpp"
-sys.path.insert(0, str(ROOT / "tests/host"))
 
 CXX = "g++"
 MISSING = [tool for tool in (CXX,) if not shutil.which(tool)] + ([] if sys.platform == "linux" else ["Linux"])
@@ -39,18 +40,6 @@ WATCHED = [*PLAIN, "-g1", "-fsanitize=thread", "--param", "tsan-instrument-func-
 QUICK = {"22": (64, 128), "33": (64, 128, 256), "44": (64, 128), "52": (80, 128)}
 QUICK_PREFILL = (64, 80, 96, 128, 256)
 SHAPE = {256: "kvq_decode_make<{k}, {v}, 256, 256, 128, 128, 1, 32, 3, 1>()"}
-
-
-def run(*command: object) -> str:
-    """Output of a command; fails the test with its errors."""
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
-    return done.stdout
-
-
-def upstream_ggml() -> Path:
-    """Folder ggml of the patched upstream tree."""
-    return Path(run(sys.executable, ROOT / "tools/vendor.py").strip().splitlines()[-1]) / "vendor/llama.cpp/ggml"
 
 
 def cache_dir() -> Path:

@@ -1,11 +1,12 @@
 // Every CUDA operation of the cache types against the CPU backend, which defines the right answer.
 //   test-kvq-cuda            the whole grid; exit code 1 when something differs, 77 without a CUDA device
 //   test-kvq-cuda quick      a small grid, for compute-sanitizer
-//   test-kvq-cuda [quick] 2/8  the second of eight parts, to be run side by side: the reference takes most of the time
 //   test-kvq-cuda host       beside the small grid, what else the host machine runs (tests/cuda/host)
 //   test-kvq-cuda time       attention and cache writes timed beside upstream's f16, q8_0 and q4_0
 //   test-kvq-cuda parts      attention timed with an f16 window and with a key bias beside neither
 //   test-kvq-cuda bandwidth  attention of one token at 131072 and of 8 sequences of 32768 as a share of a device copy
+//   --part 2/8               the second of eight parts, to be run side by side: the reference takes most of the time
+//   --most 3e6               without attention of more products of queries and keys
 #include "ggml.h"
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -30,10 +31,11 @@ typedef std::vector<uint8_t> bytes;
 static ggml_backend_t gpu, cpu;
 static int failures, checks;
 static int part = 1, parts = 1, cases;
+static double most = INFINITY;
 
-// whether the next case belongs to this part of the grid
-static bool mine() {
-    return cases++ % parts == part - 1;
+// whether the next case, of so many products, belongs to this part of the grid
+static bool mine(const double products = 0.0) {
+    return products <= most && cases++ % parts == part - 1;
 }
 
 static std::mt19937 rng(7);
@@ -262,6 +264,8 @@ struct attention {
     int  n_pairs = 0;                                   // of frequencies that carry it; 0: all
     bool interleaved = false;                           // pairs of the bias
     enum { ONE_BREAK, IN_A_ROW, FOUR_SEQUENCES, NO_ORDER } places = ONE_BREAK;     // positions of the tokens; sequences that share a cache
+
+    double products() const { return double(dk)*heads_kv*gqa*tokens*seqs*(n_kv + n_window); }
 };
 
 static std::string text(const attention & p) {
@@ -393,7 +397,7 @@ static ggml_tensor * build_attention(const attention & p, const attention_data &
 }
 
 static void check_attention(const attention & p) {
-    if (!mine()) {
+    if (!mine(p.products())) {
         return;
     }
     const attention_data d = make_data(p);
@@ -412,7 +416,7 @@ static void check_attention(const attention & p) {
 // A step of decoding: K and V of a new token are written, to the window too if there is one, and attention reads them in the
 // launch that follows.
 static void check_write_and_attention(const attention & p) {
-    if (!mine()) {
+    if (!mine(p.products())) {
         return;
     }
     const attention_data d = make_data(p);
@@ -1004,14 +1008,20 @@ static void time_all() {
 }
 
 int main(int argc, char ** argv) {
-    if (argc > 1 && sscanf(argv[argc - 1], "%d/%d", &part, &parts) == 2) {
-        argc--;
+    std::string mode;
+    for (int i = 1; i < argc; ++i) {
+        const std::string argument = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+        if (argument == "--part" && sscanf(value.c_str(), "%d/%d", &part, &parts) == 2 && part >= 1 && part <= parts) {
+            i++;
+        } else if (argument == "--most" && (most = atof(value.c_str())) > 0.0) {
+            i++;
+        } else if (mode.empty() && argument[0] != '-') {
+            mode = argument;
+        } else {
+            printf("%s %s: the first lines of this program's source tell what it takes; --part 1/8 is the first of eight parts\n", argument.c_str(), value.c_str());
+            return 2;
+        }
     }
-    if (part < 1 || part > parts) {
-        printf("part %d of %d: parts are counted from 1\n", part, parts);
-        return 2;
-    }
-    const std::string mode = argc > 1 ? argv[1] : "";
     ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_GPU);
     if (!device) {
         printf("no GPU\n");

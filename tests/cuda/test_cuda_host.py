@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from cuda_host import GRID, KERNELS, MISSING, ROOT, WATCHED, Machine
-from host_grid import in_parts      # tests/host, by cuda_host
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not on this machine: {', '.join(MISSING)}")
 
@@ -20,27 +19,19 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not on this machine: {',
 def run_parts(program: Path, parts: int, *arguments: str) -> str:
     """What a grid printed, run in parts beside each other; it must be right and free of faults."""
     def one(part: int) -> subprocess.CompletedProcess:
-        return subprocess.run([program, *arguments], capture_output=True, text=True, env={**os.environ, "HOST_PART": str(part), "HOST_PARTS": str(parts)})
+        return subprocess.run([program, *arguments, "--part", f"{part}/{parts}"], capture_output=True, text=True)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = list(pool.map(one, range(parts)))
+        done = list(pool.map(one, range(1, parts + 1)))
     text = "".join(d.stdout + d.stderr for d in done)
     assert all(d.returncode == 0 for d in done), text[-4000:]
     assert "FAULT" not in text and text.count(" 0 failures") == parts, text[-4000:]
     return text
 
 
-def grid(folder: Path, name: str, limit: float) -> Path:
-    """The CUDA test's grid as a source that runs in parts."""
-    source = folder / f"{name}.cpp"
-    source.write_text(in_parts(GRID.read_text(), limit))
-    return source
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cuda-host")
-    return Machine().program(folder / "grid", grid(folder, "grid", 1e9))
+    return Machine().program(tmp_path_factory.mktemp("cuda-host") / "grid")
 
 
 @pytest.mark.parametrize("mode", ["quick", "host"])
@@ -53,20 +44,20 @@ def test_operations_match_the_cpu(program, mode):
 def test_whole_grid(tmp_path, monkeypatch):
     """Every kernel that is compiled for a GPU; contexts that would take a CPU minutes left out."""
     monkeypatch.setenv("CUDA_HOST_PADDING", "1")
-    run_parts(Machine().program(tmp_path / "grid", grid(tmp_path, "grid", 3e6), whole=True), 16)
+    run_parts(Machine().program(tmp_path / "grid", whole=True), 16, "--most", "3e6")
 
 
 @pytest.mark.slow
 def test_kernels_of_older_devices(tmp_path):
     """Compute capability 8.0: neither bulk copies nor clusters nor warpgroup products."""
-    run_parts(Machine(arch=800).program(tmp_path / "grid", grid(tmp_path, "grid", 1e9)), 4, "quick")
+    run_parts(Machine(arch=800).program(tmp_path / "grid"), 4, "quick")
 
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="copies of rows that are no multiple of 16 bytes read up to 4 bytes behind a full cache: chunks of kvq_set_window")
 def test_nothing_behind_a_full_cache_is_read(tmp_path):
     """The grid has two rows behind the last token; without them the copies must stop at the tensor's end."""
-    text, count = re.subn(r"p\.n_kv \+ 2\b", "p.n_kv", in_parts(GRID.read_text(), 1e9))
+    text, count = re.subn(r"p\.n_kv \+ 2\b", "p.n_kv", GRID.read_text())
     assert count >= 4
     source = tmp_path / "tight.cpp"
     source.write_text(text)

@@ -16,12 +16,13 @@ from pathlib import Path
 from pykvq.native import library_dir
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 HOST = HERE / "host"
-KERNELS = ROOT / "ggml_kernels/metal"
-sys.path[:0] = [str(HOST), str(ROOT / "tests/host")]
+sys.path[:0] = [str(HOST), str(HERE.parent / "host")]
 
-from translate import translate          # noqa: E402
+from host_build import ROOT, run, upstream_ggml     # noqa: E402
+from translate import translate                     # noqa: E402
+
+KERNELS = ROOT / "ggml_kernels/metal"
 
 MISSING = [tool for tool in ("clang++", "cmake", "objcopy") if not shutil.which(tool)]
 
@@ -30,18 +31,6 @@ MISSING = [tool for tool in ("clang++", "cmake", "objcopy") if not shutil.which(
 KERNEL_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-builtin", "-ffp-contract=off", "-fsanitize=thread", "-fno-vectorize", "-fno-slp-vectorize",
                 "-mllvm", "-tsan-instrument-func-entry-exit=0", "-fdelayed-template-parsing", "-Wno-everything"]
 UPSTREAM = ("ops", "device", "fusion", "common", "tuning")
-
-
-def run(*command: object) -> str:
-    """Output of a command; fails the test with its errors."""
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
-    return done.stdout
-
-
-def upstream_ggml() -> Path:
-    """Folder ggml of the patched upstream tree."""
-    return Path(run(sys.executable, ROOT / "tools/vendor.py").strip()) / "vendor/llama.cpp/ggml"
 
 
 class Machine:

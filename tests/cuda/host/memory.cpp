@@ -1,16 +1,15 @@
 // Memory of the host device, and what instrumented kernels call for every load and store: bounds, alignment, memory that nobody
 // wrote, and conflicts: two accesses to a byte by two threads, one of them a store, that no barrier orders.
 #include "machine.h"
+#include "../../host/memory.h"
 
 #include <link.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <map>
-#include <set>
 #include <vector>
 
 // dynamic shared memory, under the names that the kernels give it
@@ -57,24 +56,14 @@ static uint32_t serial = 1, epoch_first = 1, before_first = 1;      // of blocks
 static uint32_t device_barriers;
 
 static const void * access_from;        // of the load or store that is being checked
-static int faults;
-static std::set<std::pair<std::string, std::string>> told;
-
-static void * reserve(const size_t bytes) {
-    void * p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) {
-        fprintf(stderr, "no address space for device memory\n");
-        exit(2);
-    }
-    return p;
-}
+static host::fault_list faults;
 
 static void prepare() {
     if (arena) {
         return;
     }
-    arena         = (char *) reserve(DEVICE_BYTES);
-    device_shadow = (device_byte *) reserve(DEVICE_BYTES*sizeof(device_byte));
+    arena         = (char *) host::reserve(DEVICE_BYTES);
+    device_shadow = (device_byte *) host::reserve(DEVICE_BYTES*sizeof(device_byte));
     dl_iterate_phdr([](dl_phdr_info * info, size_t, void *) {
         for (int i = 0; i < info->dlpi_phnum; ++i) {
             if (info->dlpi_phdr[i].p_type == PT_TLS) {
@@ -89,8 +78,8 @@ static void prepare() {
         exit(2);
     }
     for (shadow & s : shadows) {
-        s.byte    = (shared_byte *) reserve(window_bytes*sizeof(shared_byte));
-        s.read_at = (uint32_t (*)[WARPS]) reserve(window_bytes*sizeof(*s.read_at));
+        s.byte    = (shared_byte *) host::reserve(window_bytes*sizeof(shared_byte));
+        s.read_at = (uint32_t (*)[WARPS]) host::reserve(window_bytes*sizeof(*s.read_at));
     }
 }
 
@@ -165,14 +154,12 @@ static std::string line_of(const void * instruction) {
 }
 
 void fault(const char * kind, const std::string & detail) {
-    faults++;
-    if (told.size() < 50 && told.insert({ name, kind }).second) {
-        printf("FAULT: %s: %s%s%s (thread %d%s)\n", name.c_str(), kind, detail.empty() ? "" : ", ", detail.c_str(), now ? int(now->index) : -1, line_of(access_from).c_str());
-        fflush(stdout);
-    }
+    faults.add(name, kind, [&] {
+        return (detail.empty() ? "" : ", " + detail) + " (thread " + std::to_string(now ? int(now->index) : -1) + line_of(access_from) + ")";
+    });
 }
 
-int fault_count() { return faults; }
+int fault_count() { return faults.count; }
 
 void device_access(const char * p, const size_t size, const bool write) {
     if (!last_range || p < last_range->begin || p + size > last_range->end) {

@@ -1,13 +1,12 @@
 // Memory of the host device, and what instrumented kernels call for every load and store: bounds, alignment, uninitialised
 // threadgroup memory, and conflicts: two accesses to a byte by two threads, one of them a store, with no barrier between.
 #include "machine.h"
+#include "../../host/memory.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
-#include <set>
 #include <string>
 #include <tuple>
 
@@ -38,23 +37,13 @@ static uint32_t   serial = 1, epoch_first = 1;     // of threadgroups; the first
 static uint32_t   group_barriers, device_barriers, steps[32];
 static unsigned   thread, group_of_thread;
 
-static int faults;
-static std::set<std::pair<std::string, std::string>> told;
-
-static void * reserve(const size_t bytes) {
-    void * p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) {
-        fprintf(stderr, "no address space for device memory\n");
-        exit(2);
-    }
-    return p;
-}
+static host::fault_list faults;
 
 static void prepare() {
     if (!arena) {
-        arena         = (char *) reserve(DEVICE_BYTES + THREADGROUP_BYTES);
-        device_shadow = (device_byte *) reserve(DEVICE_BYTES*sizeof(device_byte));
-        group_shadow  = (group_byte *) reserve(THREADGROUP_BYTES*sizeof(group_byte));
+        arena         = (char *) host::reserve(DEVICE_BYTES + THREADGROUP_BYTES);
+        device_shadow = (device_byte *) host::reserve(DEVICE_BYTES*sizeof(device_byte));
+        group_shadow  = (group_byte *) host::reserve(THREADGROUP_BYTES*sizeof(group_byte));
     }
 }
 
@@ -99,14 +88,10 @@ void order_device()                  { device_barriers++; }
 void order_simdgroup(const unsigned s) { steps[s]++; }
 
 void fault(const char * kind, const char * detail) {
-    faults++;
-    if (told.size() < 50 && told.insert({ running ? running->name : "", kind }).second) {
-        printf("FAULT: %s: %s %s(thread %u)\n", running ? running->name : "host", kind, detail, thread);
-        fflush(stdout);
-    }
+    faults.add(running ? running->name : "host", kind, [&] { return std::string(" ") + detail + "(thread " + std::to_string(thread) + ")"; });
 }
 
-int fault_count() { return faults; }
+int fault_count() { return faults.count; }
 
 static void device_access(char * p, const size_t size, const bool write) {
     if (!last_range || p < last_range->begin || p + size > last_range->end) {
