@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pykvq.epicache.state import Rows, SequenceState
+from pykvq.sequence_state import Rows, SequenceState
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pykvq.epicache.rows import values
-from pykvq.epicache.state import SequenceState
+from pykvq.sequence_state import SequenceState
 
 
 def layer_budgets(similarity: np.ndarray, budget: int, formula: str = "code", alpha: float | None = None) -> np.ndarray:

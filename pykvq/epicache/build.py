@@ -11,7 +11,7 @@ from pykvq.epicache.archive import Archive, latest
 from pykvq.epicache.importance import state_scores
 from pykvq.epicache.queries import LayerQueries, QueryCapture
 from pykvq.epicache.select import select
-from pykvq.epicache.state import SequenceState
+from pykvq.sequence_state import SequenceState
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,11 @@ def gathered(cache: Compressed, state: SequenceState, chosen: Sequence[np.ndarra
     at = tuple(np.where(c < 0, -1, np.take_along_axis(t, c.clip(0), 1)) for c, t in zip(chosen, cache.tokens))
     scores = tuple(np.where(c < 0, -np.inf, np.take_along_axis(s, c.clip(0), 1)).astype(np.float32) for c, s in zip(chosen, cache.scores))
     width = chosen[0].shape[1]
-    # Heads of a cell keep different tokens: any positions before the next token's serve the mask; several episodes can have more cells than those.
-    positions = at[0][0] if shared else np.arange(cache.end - width, cache.end).clip(0)
+    positions = at[0][0] if shared else before(cache.end, width)
     return replace(cache, state=state.gather(chosen, positions), tokens=at, scores=scores)
+
+
+def before(end: int, n: int) -> np.ndarray:
+    """Positions of n cells whose heads keep different tokens: any before the next token's, `end`, serve the mask. Several episodes can have more cells
+    than there are positions."""
+    return np.arange(end - n, end).clip(0)

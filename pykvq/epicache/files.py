@@ -17,7 +17,7 @@ from pykvq.epicache.build import Compressed
 from pykvq.epicache.identity import mismatch
 from pykvq.epicache.memory import Episode, Memory
 from pykvq.epicache.segment import Segment
-from pykvq.epicache.state import SequenceState
+from pykvq.sequence_state import SequenceState
 
 
 class Unusable(ValueError):

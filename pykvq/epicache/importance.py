@@ -7,7 +7,7 @@ import numpy as np
 
 from pykvq.epicache.queries import LayerQueries
 from pykvq.epicache.rows import values
-from pykvq.epicache.state import Rows, SequenceState
+from pykvq.sequence_state import Rows, SequenceState
 
 _WEIGHTS = 1 << 22                        # held at a time by each thread
 

@@ -14,7 +14,7 @@ from pykvq.epicache.embed import Encoder
 from pykvq.epicache.merge import merged
 from pykvq.epicache.recall import Asked, nearest, recalled
 from pykvq.epicache.segment import Segment, Utterance, segments
-from pykvq.epicache.state import SequenceState
+from pykvq.sequence_state import SequenceState
 
 INSTRUCTION = "Repeat the part of our conversation with the names, places, dates, events, decisions, promises and opinions in it."
 
@@ -137,18 +137,18 @@ class Keeper:
         """Episodes for a question, the nearest first, as many as hold `reach` times the budget, and the cells that it takes from their tokens."""
         vector, plan = self.encode([question])[0], self.builder.plan
         order = np.argsort(-(np.stack([e.centroid for e in memory.episodes]) @ vector), kind="stable")
-        pieces = [np.arange(*span) for span in memory.spans]
         sizes = np.array([memory.size(e) for e in order])
         read = order[:int(np.searchsorted(sizes.cumsum(), self.settings.reach * plan.budget)) + 1]
         at = np.arange(memory.archive.end)
         always = (at < self._pinned(memory)) | (at >= len(at) - plan.recent)
         near = [i for i, label in enumerate(memory.label) if label in read]
+        pieces, likeness = [np.arange(*memory.spans[i]) for i in near], memory.vectors[near] @ vector
         candidates = always.copy()
-        for i in near:
-            candidates[pieces[i]] = True
-        guess = nearest([pieces[i] for i in near], memory.vectors[near] @ vector, always, plan.budget)
+        for piece in pieces:
+            candidates[piece] = True
+        guess = nearest(pieces, likeness, always, plan.budget)
         if self.settings.whole:
-            always = nearest([pieces[i] for i in near], memory.vectors[near] @ vector, always, int(plan.budget * self.settings.whole))
+            always = nearest(pieces, likeness, always, int(plan.budget * self.settings.whole))
         return read.tolist(), recalled(self.builder, memory.archive, guess, candidates, always, asked, self.settings.around, self.settings.by,
                                        self.settings.draft)
 

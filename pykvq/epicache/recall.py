@@ -8,10 +8,10 @@ import numpy as np
 from scipy.ndimage import maximum_filter1d
 
 from pykvq.epicache.archive import Archive
-from pykvq.epicache.build import Builder
+from pykvq.epicache.build import Builder, before
 from pykvq.epicache.importance import state_scores
 from pykvq.epicache.select import select
-from pykvq.epicache.state import SequenceState
+from pykvq.sequence_state import SequenceState
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,4 @@ def recalled(builder: Builder, archive: Archive, guess: np.ndarray, candidates: 
     queries = builder.look(archive.rows(np.flatnonzero(guess)), asked.tail, asked.tokens, draft)
     scores = [maximum_filter1d(s, width, axis=-1, mode="nearest") for s in state_scores(queries, builder.layers, builder.heads_kv, rows, by)]
     chosen = select(scores, always[at], budgets, plan.shared)
-    cells = chosen[0].shape[1]
-    # Heads of a cell keep different tokens: any positions before the next token's serve the mask.
-    return rows.gather(chosen, rows.positions[chosen[0][0]] if plan.shared else np.arange(archive.end - cells, archive.end).clip(0))
+    return rows.gather(chosen, rows.positions[chosen[0][0]] if plan.shared else before(archive.end, chosen[0].shape[1]))

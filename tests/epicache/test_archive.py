@@ -9,7 +9,7 @@ from pykvq.epicache.importance import state_scores as scores
 from pykvq.epicache.queries import QueryCapture
 from pykvq.epicache.recall import Asked, nearest, recalled
 from pykvq.epicache.rows import values
-from pykvq.epicache.state import Rows, SequenceState
+from pykvq.sequence_state import Rows, SequenceState
 
 RNG = np.random.default_rng(5)
 HISTORY, QUESTION = RNG.integers(0, 256, 150).tolist(), RNG.integers(0, 256, 9).tolist()

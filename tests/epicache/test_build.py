@@ -8,7 +8,7 @@ from pykvq.epicache.build import Builder, Plan
 from pykvq.epicache.importance import state_scores
 from pykvq.epicache.queries import QueryCapture
 from pykvq.epicache.rows import values
-from pykvq.epicache.state import SequenceState
+from pykvq.sequence_state import SequenceState
 
 RNG = np.random.default_rng(11)
 HISTORY, PROMPT = RNG.integers(0, 256, 150).tolist(), RNG.integers(0, 256, 9).tolist()

@@ -16,7 +16,7 @@ from pykvq.engine import Context
 from pykvq.epicache.conversations import Conversations
 from pykvq.epicache.messages import Message
 from pykvq.epicache.rows import values
-from pykvq.epicache.state import SequenceState
+from pykvq.sequence_state import SequenceState
 from pykvq.epicache.store import Store, prefix_hashes
 
 ASKED = Message("user", "What makes good tables?")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pykvq.engine import Context, Model, quiet_log
 from pykvq.epicache.rows import values
-from pykvq.epicache.state import SequenceState, StateError
+from pykvq.sequence_state import SequenceState, StateError
 
 TYPES = ["f16", "q8_0", "turbo3", ("q8_0", "turbo4")]
 TOKENS = np.random.default_rng(7).integers(0, 256, 80).tolist()
