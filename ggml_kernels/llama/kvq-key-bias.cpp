@@ -21,6 +21,13 @@ const ggml_tensor * kvq_model_key_bias(const llama_model & model, int32_t il) {
     return b && ggml_n_dims(b) == 1 ? b : nullptr;   // with MLA the name means a matrix
 }
 
+kvq_key_bias kvq_bias_to_ask(ggml_context * ctx, const llama_hparams & hparams, int32_t il, ggml_tensor * q, int64_t n) {
+    const int64_t n_rot = hparams.n_rot(il);
+    return { q, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, q->ne[0], hparams.n_head_kv(il)),
+        ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_rot, KVQ_ROPE_STEP + KVQ_ROPE_STEPS), ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n, 1), false,
+        kvq_first_pairs((int) n_rot/2) };
+}
+
 // asks the device of the layer about an attention operation with the further sources
 static bool device_supports(const llama_model & model, int32_t il, ggml_type type_k, ggml_type type_v) {
     const auto & h = model.hparams;
@@ -32,9 +39,7 @@ static bool device_supports(const llama_model & model, int32_t il, ggml_type typ
     ggml_tensor * mask = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, 256, 1);
     ggml_tensor * attention = ggml_flash_attn_ext(ctx.get(), ggml_permute(ctx.get(), q, 0, 2, 1, 3), k, v, mask, 1.0f, 0.0f, 0.0f);
     kvq_sources sources;
-    sources.bias = { q, ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_head_kv),
-        ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, h.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS),
-        ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 256, 1), false, kvq_first_pairs((int) h.n_rot(il)/2) };
+    sources.bias = kvq_bias_to_ask(ctx.get(), h, il, q, 256);
     kvq_add_sources(ctx.get(), attention, &sources);
     return ggml_backend_dev_supports_op(model.dev_layer(il), attention);
 }

@@ -11,7 +11,9 @@
 #include <string>
 #include <vector>
 
+struct kvq_key_bias;
 struct llama_cparams;
+struct llama_hparams;
 struct llama_model;
 
 // the model's own bias of a layer's keys, null when there is none
@@ -21,6 +23,9 @@ const ggml_tensor * kvq_model_key_bias(const llama_model & model, int32_t il);
 // need not.
 std::string kvq_bias_obstacle(const llama_model & model, const llama_cparams & cparams, int32_t il, bool measured, ggml_type type_k,
     ggml_type type_v);
+
+// A bias of a layer's shape over n rows of keys, in all pairs, for asking a device about an attention operation of query q.
+kvq_key_bias kvq_bias_to_ask(ggml_context * ctx, const llama_hparams & hparams, int32_t il, ggml_tensor * q, int64_t n);
 
 // The RoPE of a layer.
 struct kvq_rope {

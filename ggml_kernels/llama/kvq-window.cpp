@@ -1,4 +1,5 @@
 #include "kvq-window.h"
+#include "kvq-key-bias.h"
 #include "kvq-transforms.h"
 #include "kvq.h"
 
@@ -60,9 +61,7 @@ static bool device_supports(const llama_hparams & h, int32_t il, const ggml_tens
     sources.v16    = rows(kvq_window_type(v->type), dv, 64);
     sources.mask16 = mask(64);
     if (bias) {
-        sources.bias = { q, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, dk, n_head_kv),
-            ggml_new_tensor_2d(ctx, GGML_TYPE_F32, h.n_rot(il), KVQ_ROPE_STEP + KVQ_ROPE_STEPS), ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 320, 1), false,
-            kvq_first_pairs((int) h.n_rot(il)/2) };
+        sources.bias = kvq_bias_to_ask(ctx, h, il, q, 320);
     }
     kvq_add_sources(ctx, attention, &sources);
 
