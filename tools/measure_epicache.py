@@ -75,15 +75,15 @@ class Run:
     kv: str = "f16"
     episodes: int = 0
     encoder: str = "auto"
-    reach: float = 8.0
-    around: int = 7
-    by: str = "max"
-    draft: int = 0
-    whole: float = 0.0
+    reach: float = Settings.reach
+    around: int = Settings.around
+    by: str = Settings.by
+    draft: int = Settings.draft
+    whole: float = Settings.whole
     block: int = 0
     layers: str = ""
-    prompt: int = 256
-    per: int = 2
+    prompt: int = Settings.prompt
+    per: int = Settings.per_question
     shared: int = 0
     answers: int = 1
 
