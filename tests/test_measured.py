@@ -1,5 +1,6 @@
 """docs/measured.md comes from docs/data, and what it holds is what was promised."""
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,56 @@ def test_q4_0_is_beaten_with_fewer_bits_where_keys_have_a_bias():
                 if run["ctx"] == 4096 for r in run["rows"]}
         q4 = next(kl for key, kl in rows.items() if key[0] == "q4_0")
         assert rows["turbo3", "turbo3", "own", (64, 256)] < q4 / 100 and rows["oscar2", "oscar2", "own", (64, 256)] < q4 / 30
+
+
+def rows_of(document: str, first: str) -> dict[str, list[str]]:
+    """The table whose head begins so: cells behind the first one, by that."""
+    lines = (ROOT / document).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(first))
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2:start + 40]]
+    return {cells[0]: cells[1:] for cells in table[:next(i for i, line in enumerate(lines[start + 2:]) if not line.startswith("|"))]}
+
+
+def shows(text: str, value: float) -> bool:
+    """Whether a figure in a document is this value, rounded to the digits that it has."""
+    return abs(float(text) - value) <= 0.5001 * 10.0 ** -len(text.partition(".")[2])
+
+
+def test_readme_shows_the_measured_divergence():
+    """The table at 4,096 tokens."""
+    keys = {"q8_0, llama.cpp's own": ("q8_0,q8_0", "off", None), "q4_0, llama.cpp's own": ("q4_0,q4_0", "off", None), "turbo4": ("turbo4,turbo4", "own", [64, 256]),
+            "turbo3": ("turbo3,turbo3", "own", [64, 256]), "oscar2, turbo3": ("oscar2,turbo3", "own", [64, 256]), "oscar2": ("oscar2,oscar2", "own", [64, 256]),
+            "turbo3, not calibrated": ("turbo3,turbo3", "bias", [64, 256]), "turbo3, not calibrated, no window, key bias left in": ("turbo3,turbo3", "off", [0, 0])}
+    table = rows_of("README.md", "| K, V |")
+    assert set(table) == set(keys)
+    for i, name in enumerate(("smollm2-135m", "gemma3-270m", "qwen25coder-0.5b", "qwen25coder-1.5b")):
+        runs = [run for run in json.loads((divergence.DATA / f"{name}.json").read_text()) if run["ctx"] == 4096]
+        for title, (types, label, window) in keys.items():
+            label = "off" if label == "bias" and "qwen" not in name else label       # the others have no attn_k.bias
+            found = [r["kl"] for run in runs if run["label"] == label for r in run["rows"] if ",".join(r["types"]) == types and window in (None, r["window"])]
+            assert shows(table[title][1 + i], found[0]), (name, title)
+
+
+def test_readme_shows_the_measured_speed():
+    """The table of one H200."""
+    rows = {(r["type"], r["depth"]): r for r in measured.load("h200-depth")["rows"]}
+    streams = {r["type"]: r["decode"] for r in measured.load("h200-streams")["rows"]}
+    table = rows_of("README.md", "| | f16 |")
+    for title, depth, key in (("decode at depth 0", 0, "decode"), ("decode at 32K", 32768, "decode"), ("decode at 128K", 131072, "decode"),
+                              ("prefill of 512 at 32K", 32768, "prefill"), ("prefill of 512 at 128K", 131072, "prefill"), ("decode, 8 streams of 32K", None, None)):
+        for kind, cell in zip(("f16", "turbo2", "turbo3", "turbo4"), table[title]):
+            value, base = (streams[kind], streams["f16"]) if depth is None else (rows[kind, depth][key], rows["f16", depth][key])
+            speed, ratio = re.fullmatch(r"([\d.]+)(?: \(([\d.]+)\))?", cell).groups()
+            assert shows(speed, value) and (ratio is None or shows(ratio, value / base)), (title, kind)
+
+
+def test_windows_page_shows_the_measured_retrieval():
+    lines = (ROOT / "docs/windows.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if "0.5B: turbo2" in line)
+    for line in lines[start + 2:start + 6]:
+        tokens, window, *found = [cell.strip() for cell in line.strip("|").split("|")]
+        sink, recent = map(int, window.split(","))
+        for (model, kind), cell in zip([(m, k) for m in ("0.5b", "1.5b") for k in ("turbo2", "turbo3", "oscar2")], found):
+            row = next(r for r in measured.load(f"retrieval-qwen25coder-{model}")["rows"]
+                       if (r["tokens"], r["cache"], r["sink"], r["recent"]) == (int(tokens.replace(",", "")), kind, sink, recent))
+            assert int(cell) == row["found"] and row["facts"] == 20, (model, kind, line)

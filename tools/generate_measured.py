@@ -134,11 +134,12 @@ def documents() -> dict[Path, str]:
     return {ROOT / "docs/measured.md": page}
 
 
-def main() -> int:
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is stale")
+def write(pages: dict[Path, str], description: str) -> int:
+    """The command line of a generator of these pages; its exit code."""
+    ap = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     check, stale = ap.parse_args().check, False
-    for path, text in documents().items():
+    for path, text in pages.items():
         if not path.exists() or path.read_text() != text:
             stale = True
             print(f"{'stale' if check else 'wrote'} {path.relative_to(ROOT)}")
@@ -148,4 +149,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(documents(), __doc__))
