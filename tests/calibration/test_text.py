@@ -4,7 +4,7 @@ import pytest
 
 from pykvq.calibration.positions import chunk_positions
 from pykvq.calibration.run import calibrate
-from pykvq.calibration.text import _draw, own_samples, start_token, text_chunks, text_hash
+from pykvq.calibration.text import SPAN, _draw, own_samples, start_token, text_chunks, text_hash
 from pykvq.engine import Context, Model, log_softmax, quiet_log
 
 quiet_log()
@@ -62,6 +62,16 @@ def test_sampling_goes_on_where_it_was_interrupted(tiny_model):
 def test_the_last_token_can_be_drawn_and_nothing_beyond():
     logits = np.zeros((3, 5), np.float32)
     assert list(_draw(logits, np.array([0.0, 0.9999999, 1.0]))) == [0, 4, 4]
+
+
+def test_draws_invert_the_cumulative_distribution():
+    """Over several spans of the sum, the last of them short."""
+    rng = np.random.default_rng(0)
+    logits, u = (3 * rng.standard_normal((200, 3 * SPAN + 7))).astype(np.float32), rng.random(200)
+    p = np.exp(logits.astype(np.float64))
+    at, share = _draw(logits, u), (p.cumsum(1) / p.sum(1, keepdims=True))
+    above, below = share[np.arange(200), at], share[np.arange(200), at] - p[np.arange(200), at] / p.sum(1)
+    assert (below - 1e-6 <= u).all() and (u <= above + 1e-6).all() and len(set(at // SPAN)) == 4
 
 
 def test_text_is_cut_at_even_distances(smol, tmp_path):
