@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import llama_cpp.llama_cpp as native
@@ -108,13 +109,15 @@ class Context:
     offload=False keeps the cache and the attention on the host (llama.cpp's --no-kv-offload); n_ubatch is n_batch unless given.
     n_outputs: most tokens of a batch whose logits will be asked for, 0: all of them.
     kv_sink, kv_recent: first and last tokens that are kept in f16 too (docs/windows.md); None is the default, 64 and 256, less in a short context.
+    layer_types: the (K, V) of layers that get other types than kv_type, f16 or ours.
 
     Raises ValueError for a wrong type or a refusal of llama.cpp, MemoryError when the cache cannot fit.
     """
 
     def __init__(self, model: Model, n_ctx: int, kv_type: str | tuple[str, str] = "f16", *, n_seq: int = 1, unified: bool = False,
                  n_batch: int = 512, n_ubatch: int | None = None, threads: int | None = None, flash: bool = True, swa_full: bool = True, offload: bool = True,
-                 kvq: str = "auto", kv_sink: int | None = None, kv_recent: int | None = None, n_outputs: int = 0, on_tensor=None):
+                 kvq: str = "auto", kv_sink: int | None = None, kv_recent: int | None = None, n_outputs: int = 0,
+                 layer_types: Mapping[int, tuple[str, str]] | None = None, on_tensor=None):
         k, v = split_kv_type(kv_type)
         if is_quantised(v) and not flash:
             raise ValueError(f"a V cache of type {v} needs flash attention; leave it on")
@@ -132,7 +135,8 @@ class Context:
             params.op_offload = False            # or large batches of layers on the CPU read copies of caches, with names of their own
         self.model, self.n_batch, self.n_seq, self.kv_type = model, n_batch, n_seq, (k, v)
         forget()
-        self.handle = native.llama_init_from_model(model.handle, params)
+        with _layer_types(layer_types or {}):
+            self.handle = native.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise ValueError(reason(f"no context of {n_ctx} tokens with cache type K {k} V {v}"))
         self.memory = native.llama_get_memory(self.handle)
@@ -259,6 +263,22 @@ class Context:
 
 def _bytes(data: np.ndarray):
     return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+@contextmanager
+def _layer_types(types: Mapping[int, tuple[str, str]]):
+    """Single layers' types for the context made inside. Raises ValueError for an unknown name."""
+    n = max(types, default=-1) + 1
+    array = np.full((n, 2), -1, np.int32)
+    for layer, pair in types.items():
+        array[layer] = [type_id(name) for name in pair]
+    tell = native._lib.llama_kvq_set_layer_types
+    tell.argtypes, tell.restype = [ctypes.c_void_p, ctypes.c_int32], None
+    tell(array.ctypes.data, n)
+    try:
+        yield
+    finally:
+        tell(None, 0)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

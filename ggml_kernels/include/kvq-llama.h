@@ -50,6 +50,10 @@ struct llama_kvq_memory {
 // Number of buffer types; the first `capacity` are written to out. With llama_model_params.no_alloc: what would be allocated.
 LLAMA_API int32_t llama_kvq_memory_info(const struct llama_context * ctx, struct llama_kvq_memory * out, int32_t capacity);
 
+// Types of single layers in the contexts that this thread makes from now on: K and V of layer 0, of layer 1, ...; -1 leaves what
+// the context's parameters say. n_layer 0 ends it. For measuring what a layer is worth (tools/measure_layer_bits.py).
+LLAMA_API void llama_kvq_set_layer_types(const int32_t * types, int32_t n_layer);
+
 // First error line that libllama logged on this thread since the last call with forget, "" when there is none.
 LLAMA_API const char * llama_kvq_first_error(bool forget);
 
@@ -65,10 +69,10 @@ struct kvq_transforms;
 // called by libllama's log
 void kvq_record_error(ggml_log_level level, const char * text);
 
-// The type that a layer's cache really gets: the member of the family for head_dim. view_dim: MLA reads the first
+// The type that a layer's keys or values (value) really get: the member of the family for head_dim. view_dim: MLA reads the first
 // view_dim values of a key as the value, so blocks must end there too; 0 elsewhere. Throws std::runtime_error with the
 // reason and the remedy when no block divides these or the device has no kernels.
-ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, int64_t view_dim, uint32_t il, ggml_backend_buffer_type_t buft);
+ggml_type kvq_cache_layer_type(ggml_type type, bool value, int64_t head_dim, int64_t view_dim, uint32_t il, ggml_backend_buffer_type_t buft);
 
 // Heads of keys [d, heads, cells] whose last n_rot values turn with the position: returns a view of the others and leaves
 // those in *keys; null when all turn, or when the cache is not of our types. The K-shift must write whole blocks.

@@ -44,7 +44,26 @@ static void require_cache_write(ggml_backend_buffer_type_t buft, ggml_type type,
     }
 }
 
-ggml_type kvq_cache_layer_type(ggml_type type, int64_t head_dim, int64_t view_dim, uint32_t il, ggml_backend_buffer_type_t buft) {
+static thread_local std::vector<int32_t> g_layer_types;   // of llama_kvq_set_layer_types
+
+void llama_kvq_set_layer_types(const int32_t * types, int32_t n_layer) {
+    g_layer_types.assign(types, types + 2*(size_t) n_layer);
+}
+
+// what the caller asked for in this layer
+static ggml_type asked_type(ggml_type type, bool value, uint32_t il) {
+    const size_t i = 2*(size_t) il + value;
+    if (i < g_layer_types.size() && g_layer_types[i] >= 0) {
+        type = (ggml_type) g_layer_types[i];
+        if (type != GGML_TYPE_F16 && !kvq_is_cache_type(type)) {
+            throw std::runtime_error(format("layer %u: single layers take f16, turbo and oscar2 types, not %d", il, (int) type));
+        }
+    }
+    return value ? kvq_value_type(type) : type;
+}
+
+ggml_type kvq_cache_layer_type(ggml_type type, bool value, int64_t head_dim, int64_t view_dim, uint32_t il, ggml_backend_buffer_type_t buft) {
+    type = asked_type(type, value, il);
     if (!kvq_is_cache_type(type) || head_dim == 0) {
         return type;
     }
