@@ -5,8 +5,8 @@
 
 On the first text, token by token through the real cache: KL divergence from an f16 cache when only one layer's keys, or values, are of
 a type and all else is --rest. A window needs a quantised --rest: a layer of f16 has none. From KL = noise + worth x (error of the type), fitted
-over the types, a plan is made for each --average: the bit that gains most goes next. All texts, the first one's other chunks and
-the others, then compare the plan with the pairs of one K and one V type that have the same average, on the same tokens.
+over the types, a plan is made for each --average: the bit that gains most goes next. Other chunks of the first text, and the other
+texts, then compare the plan with the pairs of one K and one V type that have the same average, on the same tokens.
 """
 from __future__ import annotations
 
@@ -59,15 +59,17 @@ def estimate(kl: np.ndarray) -> tuple[float, float]:
     return float(kl.mean()), float(blocks.std(ddof=1) / len(blocks) ** .5) if len(blocks) > 1 else float("nan")
 
 
-def worth(measured: Mapping[tuple[Part, str], float]) -> dict[Part, float]:
-    """KL of each part per squared error of its type, from kl = noise + worth x error with one noise for all; none below zero."""
-    parts = sorted({part for part, _ in measured})
-    a, b = np.zeros((len(measured), len(parts) + 1)), np.array(list(measured.values()))
-    for row, (part, name) in zip(a, measured):
-        row[parts.index(part)], row[-1] = mse(BITS[name]), 1
-    if len({name for _, name in measured}) == 1:
-        a[:, -1] = 0                                 # one type cannot tell noise from worth
-    return dict(zip(parts, np.maximum(np.linalg.lstsq(a, b, rcond=None)[0][:-1], 0).tolist()))
+def worth(measured: Mapping[tuple[Part, str], float], rest: str = "f16", alone: float | None = None) -> dict[Part, float]:
+    """KL of each part per squared error of its type, from kl = noise + worth x (error - error of the rest), with one noise for all; none
+    below zero. alone: kl where everything is of the rest's type."""
+    parts, base = sorted({part for part, _ in measured}), mse(BITS[rest]) if rest in BITS else 0.0
+    rows, kl = np.zeros((len(measured) + 1, len(parts) + 1)), np.array([*measured.values(), alone or 0.0])
+    for row, (part, name) in zip(rows, measured):
+        row[parts.index(part)], row[-1] = mse(BITS[name]) - base, 1
+    rows[-1, -1] = alone is not None
+    if alone is None and len({name for _, name in measured}) == 1:
+        rows[:, -1] = 0                              # one type cannot tell noise from worth
+    return dict(zip(parts, np.maximum(np.linalg.lstsq(rows, kl, rcond=None)[0][:-1], 0).tolist()))
 
 
 def plan(value: Mapping[Part, float], size: Mapping[Part, int], average: float) -> dict[Part, int]:
@@ -168,7 +170,8 @@ def main() -> None:
         result["calibrated"] = all(layer.calibrated for layer in layers)
         size = {(layer.layer, kind): layer.n_head_kv * d for layer in layers for kind, d in (("k", layer.head_dim_k), ("v", layer.head_dim_v))}
         measured: dict[tuple[Part, str], float] = {}
-        for name in a.types:                         # the largest errors, which tell most, first
+        result["alone"] = None if a.rest == "f16" else estimate(bench.divergence((a.rest, a.rest)))      # f16 beside f16 has not even noise
+        for name in (name for name in a.types if name != a.rest):
             for part in size:
                 pair = tuple(name if kind == part[1] else a.rest for kind in "kv")
                 kl = estimate(bench.divergence((a.rest, a.rest), {part[0]: pair}))
@@ -178,7 +181,7 @@ def main() -> None:
                   + "; ".join(f"{kind} " + " ".join(f"{measured[part, name]:.4f}" for part in size if part[1] == kind) for kind in "kv")
                   + f" ({time.monotonic() - start:.0f} s)", flush=True)
             keep()
-        value = worth(measured)
+        value = worth(measured, a.rest, result["alone"] and result["alone"][0])
         result["worth"] = {f"{layer}.{kind}": w for (layer, kind), w in value.items()}
         del bench
         for text in a.texts:

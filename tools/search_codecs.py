@@ -58,14 +58,24 @@ def trellis(z, bits=2):
     return out.reshape(z.shape)
 
 
-def block(y, bits, gain=0.0, code=lloyd, seed=3):
+def half(scale):
+    """The scale as the cache types store it."""
+    return scale.astype(np.float16)
+
+
+def sixteenths_of_octaves(scale):
+    """A scale of 8 bits: 16 octaves in steps of 4.4 %."""
+    return np.exp2(np.round(16 * np.log2(np.maximum(scale, 1e-30))) / 16)
+
+
+def block(y, bits, gain=0.0, code=lloyd, seed=3, scale=half):
     """One block coded: signed Hadamard, codes, a scale between the least-squares one (gain 0), that which keeps the length (0.5) and the
-    unbiased one (1); y [..., k], k a power of two."""
+    unbiased one (1), stored by `scale`; y [..., k], k a power of two."""
     H = sylvester(y.shape[-1]) / np.sqrt(y.shape[-1]) * np.sign(np.random.default_rng(seed).standard_normal(y.shape[-1]))
     z = y @ H.T
     c = code(z / (np.sqrt((z * z).mean(-1, keepdims=True)) + 1e-30), bits) if bits else np.zeros_like(z)
     zz, zc, cc = ((a * b).sum(-1, keepdims=True) + 1e-30 for a, b in ((z, z), (z, c), (c, c)))
-    return c * ((zc / cc) ** (1 - gain) * (zz / zc) ** gain).astype(np.float16) @ H
+    return c * scale((zc / cc) ** (1 - gain) * (zz / zc) ** gain) @ H
 
 
 def tiers(mean, basis, lam, layout=T421, **how):
@@ -196,12 +206,18 @@ def variants(layer):
     yield from ((f"K tokens by attention, share {a}", keys(list(layer.moments(token_weight=a)))) for a in (.1, .25, 1))
     for name, layout in (("5/3/2/1", ((2, 5), (2, 3), (4, 2), (8, 1))), ("4/2/1/0", ((4, 4), (6, 2), (4, 1), (2, 0))), ("2", ((16, 2),)), ("3", ((16, 3),))):
         yield f"K {name}", keys(base, layout=layout)
+    for bits in (2, 3, 4):
+        for name, scale in (("fp16", half), ("8-bit", sixteenths_of_octaves)):
+            yield f"K {bits} bits, {name} scale", keys(base, layout=((16, bits),), gain=.5, scale=scale)
+    yield "K 4/2/1, 8-bit scales", keys(base, scale=sixteenths_of_octaves)
     yield from ((f"K gain {g}", keys(base, gain=g)) for g in (.25, .5, 1))
     yield "K 4/2/1, trellis for 2", keys(base, code=lambda z, bits: trellis(z) if bits == 2 else lloyd(z, bits))
     n = min(layer.tv.shape[-1], 128)
     blocks = layer.tv.reshape(*layer.tv.shape[:2], -1, n)
     for name, how in {"V least squares": {}, "V gain 0.5": {"gain": .5}, "V gain 1": {"gain": 1}, "V trellis": {"code": trellis},
-                      "V trellis, gain 0.5": {"code": trellis, "gain": .5}, "V 3 bits": {"bits": 3}}.items():
+                      "V trellis, gain 0.5": {"code": trellis, "gain": .5}, "V 3 bits": {"bits": 3},
+                      **{f"V {bits} bits, {name} scale": {"bits": bits, "gain": .5, "scale": scale}
+                         for bits in (2, 3, 4) for name, scale in (("fp16", half), ("8-bit", sixteenths_of_octaves))}}.items():
         yield name, lambda how=how: block(blocks, **{"bits": 2} | how).reshape(layer.tv.shape)
 
 

@@ -14,10 +14,12 @@ def test_divergence_is_that_of_the_engine():
     np.testing.assert_allclose(bits.Exact(exact).divergence(ours), kl_divergence(exact, ours), rtol=1e-2, atol=1e-7)
 
 
-def test_worth_is_told_from_noise():
+@pytest.mark.parametrize("rest, alone, types", [("f16", None, ("turbo2", "turbo3", "turbo4")), ("turbo4", .01, ("turbo2",)), ("turbo4", .01, ("turbo2", "turbo3"))])
+def test_worth_is_told_from_noise(rest, alone, types):
     true = {(0, "k"): 3.0, (0, "v"): 0.2, (1, "k"): 0.0, (1, "v"): 1.0}
-    measured = {(part, name): 0.01 + w * mse(b) for part, w in true.items() for name, b in bits.BITS.items()}
-    assert bits.worth(measured) == pytest.approx(true, abs=1e-9)
+    base = 0 if rest == "f16" else mse(4)
+    measured = {(part, name): 0.01 + w * (mse(bits.BITS[name]) - base) for part, w in true.items() for name in types}
+    assert bits.worth(measured, rest, alone) == pytest.approx(true, abs=1e-9)
 
 
 def test_plan_is_the_best_of_all():
