@@ -4,9 +4,10 @@
     python tools/measure_layer_bits.py model.gguf choose.txt other.txt [...] [--window 64,256] [--rest turbo4] [--gpu-layers 99] --json FILE
 
 On the first text, token by token through the real cache: KL divergence from an f16 cache when only one layer's keys, or values, are of
-a type and all else is --rest. A window needs a quantised --rest: a layer of f16 has none. From KL = noise + worth x (error of the type), fitted
-over the types, a plan is made for each --average: the bit that gains most goes next. Other chunks of the first text, and the other
-texts, then compare the plan with the pairs of one K and one V type that have the same average, on the same tokens.
+a type and all else is --rest. A window needs a quantised --rest: a layer of f16 has none. From KL = noise + worth x (error of the type),
+fitted over the types, a plan is made for each --average: the bit that gains most goes next. Other chunks of the first text, and the other
+texts, then compare the plan with the pairs of one K and one V type that have the same average, on the same tokens. --measured FILE
+takes the first half from the --json of an earlier run.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,16 +61,19 @@ def estimate(kl: np.ndarray) -> tuple[float, float]:
 
 
 def worth(measured: Mapping[tuple[Part, str], float], rest: str = "f16", alone: float | None = None) -> dict[Part, float]:
-    """KL of each part per squared error of its type, from kl = noise + worth x (error - error of the rest), with one noise for all; none
-    below zero. alone: kl where everything is of the rest's type."""
-    parts, base = sorted({part for part, _ in measured}), mse(BITS[rest]) if rest in BITS else 0.0
-    rows, kl = np.zeros((len(measured) + 1, len(parts) + 1)), np.array([*measured.values(), alone or 0.0])
-    for row, (part, name) in zip(rows, measured):
-        row[parts.index(part)], row[-1] = mse(BITS[name]) - base, 1
-    rows[-1, -1] = alone is not None
-    if alone is None and len({name for _, name in measured}) == 1:
-        rows[:, -1] = 0                              # one type cannot tell noise from worth
-    return dict(zip(parts, np.maximum(np.linalg.lstsq(rows, kl, rcond=None)[0][:-1], 0).tolist()))
+    """KL of each part per squared error of its type: the slope of kl = noise + worth x (error - error of the rest); none below zero.
+
+    Noise is what any change of a layer does, through rounding in quantised weights: less the later the layer. A part measured with one type has
+    `alone`, the kl where all is of the rest's type, or the least that any part has.
+    """
+    error = lambda name: mse(BITS[name]) if name in BITS else 0.0
+    least = min(measured.values()) if alone is None else alone
+    out = {}
+    for part in dict.fromkeys(part for part, _ in measured):
+        points = [(error(name), kl) for (p, name), kl in measured.items() if p == part]
+        points += [(error(rest), least)] if len(points) == 1 else []
+        out[part] = max(float(np.polyfit(*zip(*points), 1)[0]), 0.0)
+    return out
 
 
 def plan(value: Mapping[Part, float], size: Mapping[Part, int], average: float) -> dict[Part, int]:
@@ -117,6 +121,19 @@ class Bench:
         return self.exact.divergence(self.logits(kv_type, self.window, layers))
 
 
+def measure(bench: Bench, size: Mapping[Part, int], a: argparse.Namespace, result: dict, keep: Callable[[], None]) -> None:
+    """Put into `result` what every part alone costs in each type; keep() after each type."""
+    start = time.monotonic()
+    result["alone"] = None if a.rest == "f16" else estimate(bench.divergence((a.rest, a.rest)))      # f16 beside f16 has not even noise
+    for name in (name for name in a.types if name != a.rest):
+        for layer, kind in size:
+            pair = tuple(name if k == kind else a.rest for k in "kv")
+            result["kl"].append({"layer": layer, "kind": kind, "type": name, "kl": estimate(bench.divergence((a.rest, a.rest), {layer: pair}))})
+        row = lambda kind: " ".join(f"{r['kl'][0]:.4f}" for r in result["kl"] if (r["type"], r["kind"]) == (name, kind))
+        print(f"{result['model']}, window {a.window}: one part in {name}, the rest {a.rest}: k {row('k')}; v {row('v')} ({time.monotonic() - start:.0f} s)", flush=True)
+        keep()
+
+
 def pairs_of(average: float) -> list[tuple[str, str]]:
     """Pairs of one type for all keys and one for all values with that average."""
     return [(k, v) for k in BITS for v in BITS if BITS[k] + BITS[v] == 2 * average]
@@ -145,6 +162,7 @@ def main() -> None:
     ap.add_argument("texts", type=Path, nargs="+")
     ap.add_argument("--window", default="0,0", help="sinks and recent tokens in f16")
     ap.add_argument("--rest", default="f16", choices=("f16", *FAMILIES), help="type of all that is not measured")
+    ap.add_argument("--measured", type=Path, metavar="FILE", help="json of an earlier run, whose plan is compared")
     ap.add_argument("--types", nargs="+", default=list(BITS), choices=BITS)
     ap.add_argument("--average", nargs="+", type=float, default=[3, 2.5], help="bits a value")
     ap.add_argument("--ctx", type=int, default=1024)
@@ -163,27 +181,17 @@ def main() -> None:
         if a.json:
             a.json.write_text(json.dumps(result, indent=1) + "\n")
     with Model(a.model, a.gpu_layers) as model:
-        result["model"] = model.header.name
-        bench, start = Bench(model, a.texts[0], a, a.skip, a.chunks[0]), time.monotonic()
+        result["model"], start = model.header.name, time.monotonic()
         with Context(model, 512, "turbo4", kvq=a.kvq) as context:
             layers = list(context.info())
         result["calibrated"] = all(layer.calibrated for layer in layers)
         size = {(layer.layer, kind): layer.n_head_kv * d for layer in layers for kind, d in (("k", layer.head_dim_k), ("v", layer.head_dim_v))}
-        measured: dict[tuple[Part, str], float] = {}
-        result["alone"] = None if a.rest == "f16" else estimate(bench.divergence((a.rest, a.rest)))      # f16 beside f16 has not even noise
-        for name in (name for name in a.types if name != a.rest):
-            for part in size:
-                pair = tuple(name if kind == part[1] else a.rest for kind in "kv")
-                kl = estimate(bench.divergence((a.rest, a.rest), {part[0]: pair}))
-                measured[part, name] = kl[0]
-                result["kl"].append({"layer": part[0], "kind": part[1], "type": name, "kl": kl})
-            print(f"{model.header.name}, window {a.window}: one part in {name}, the rest {a.rest}: "
-                  + "; ".join(f"{kind} " + " ".join(f"{measured[part, name]:.4f}" for part in size if part[1] == kind) for kind in "kv")
-                  + f" ({time.monotonic() - start:.0f} s)", flush=True)
-            keep()
-        value = worth(measured, a.rest, result["alone"] and result["alone"][0])
+        if a.measured:
+            result |= {key: value for key, value in json.loads(a.measured.read_text()).items() if key in ("kl", "rest", "alone", "types")}
+        else:
+            measure(Bench(model, a.texts[0], a, a.skip, a.chunks[0]), size, a, result, keep)
+        value = worth({((row["layer"], row["kind"]), row["type"]): row["kl"][0] for row in result["kl"]}, result["rest"], result["alone"] and result["alone"][0])
         result["worth"] = {f"{layer}.{kind}": w for (layer, kind), w in value.items()}
-        del bench
         for text in a.texts:
             other = Bench(model, text, a, a.skip + a.chunks[0] * a.ctx if text == a.texts[0] else 0, a.chunks[1])
             for average in a.average:

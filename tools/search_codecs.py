@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -196,14 +197,16 @@ def variants(layer):
     heads = range(layer.k.shape[2])
 
     def keys(moments, ridge=.01, layout=T421, **how):
-        t = [(m, *key_transform(S, Q, ridge)) for m, S, Q in moments]
-        return lambda: np.stack([tiers(*t[h], layout, **how)(layer.tk[:, h]) for h in heads], 1)
+        def coded():                             # not before it is asked for
+            t = [(m, *key_transform(S, Q, ridge)) for m, S, Q in (moments() if callable(moments) else moments)]
+            return np.stack([tiers(*t[h], layout, **how)(layer.tk[:, h]) for h in heads], 1)
+        return coded
     base = list(layer.moments())
     yield "K 4/2/1", keys(base)
     yield from ((f"K ridge {r}", keys(base, r)) for r in (.001, .003, .03, .1))
     yield "K not centred", keys([(m * 0, S + np.outer(m, m), Q) for m, S, Q in base])
-    yield from ((f"K {n * CHUNK} tokens", keys(list(layer.moments(n)))) for n in (2, 4, 8) if n < len(layer.k))
-    yield from ((f"K tokens by attention, share {a}", keys(list(layer.moments(token_weight=a)))) for a in (.1, .25, 1))
+    yield from ((f"K {n * CHUNK} tokens", keys(partial(layer.moments, n))) for n in (2, 4, 8) if n < len(layer.k))
+    yield from ((f"K tokens by attention, share {a}", keys(partial(layer.moments, token_weight=a))) for a in (.1, .25, 1))
     for name, layout in (("5/3/2/1", ((2, 5), (2, 3), (4, 2), (8, 1))), ("4/2/1/0", ((4, 4), (6, 2), (4, 1), (2, 0))), ("2", ((16, 2),)), ("3", ((16, 3),))):
         yield f"K {name}", keys(base, layout=layout)
     for bits in (2, 3, 4):

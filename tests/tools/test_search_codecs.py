@@ -27,3 +27,10 @@ def test_gain(rows, gain):
     back = search_codecs.block(rows, 2, gain)
     xx, xb, bb = ((a * b).sum(1) for a, b in ((rows, rows), (rows, back), (back, back)))
     np.testing.assert_allclose({0: xb / bb, .5: xx / bb, 1: xx / xb}[gain], 1, rtol=2e-3)
+
+
+def test_scales_of_8_bits_are_near():
+    scales = np.geomspace(2.0 ** -8, 2.0 ** 7.9, 1000)
+    coded = search_codecs.sixteenths_of_octaves(scales)
+    np.testing.assert_allclose(coded, scales, rtol=0.022)
+    assert len(set(coded)) <= 256
