@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_MAGIC = 0xaf143cd8                       # io_magic in llama-context.cpp
+MAGIC = 0xaf143cd8                       # io_magic in llama-context.cpp
 _ROWS = struct.calcsize("<iQ")            # before the rows of a layer: type, bytes of a row
 _CELL = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
 
@@ -56,7 +56,7 @@ class SequenceState:
         """
         at = _Cursor(data)
         magic, _, streams, cells = at.unpack("<IiII")
-        if magic != _MAGIC:
+        if magic != MAGIC:
             raise StateError("not a sequence state of this llama.cpp")
         if streams != 1 and not split:
             raise StateError(f"a state of {streams} streams; use one sequence, or a unified cache")
@@ -92,7 +92,7 @@ class SequenceState:
         n, every = len(positions), (*self.keys, *self.values)
         meta = np.zeros(n, _CELL)
         meta["pos"], meta["n_seq"] = positions, 1
-        front = struct.pack("<IiII", _MAGIC, 0, self.streams, n) + meta.tobytes() + (struct.pack("<II", 0, len(self.keys)) if n else b"")
+        front = struct.pack("<IiII", MAGIC, 0, self.streams, n) + meta.tobytes() + (struct.pack("<II", 0, len(self.keys)) if n else b"")
         out = np.zeros(len(front) + sum(_ROWS + n * rows.data.shape[1] for rows in every if n) + 4 * (self.streams - 1), np.uint8)      # the end: empty streams
         out[:len(front)] = np.frombuffer(front, np.uint8)
         at = len(front)
