@@ -56,7 +56,7 @@ py() {
     local dir
     dir=$(realpath "$1"); shift
     PYTHONPATH="$PWD:$PWD/upstream:$PWD/upstream/vendor/llama.cpp/gguf-py${PYTHONPATH:+:$PYTHONPATH}" LLAMA_CPP_LIB_PATH="$dir/bin" \
-        PYKVQ_CUDA_TEST="$dir/bin/test-kvq-cuda" python3 -X faulthandler "$@"
+        PYKVQ_CUDA_TEST="$(program "$dir" test-kvq-cuda)" python3 -X faulthandler "$@"
 }
 
 depth() {
