@@ -5,7 +5,9 @@ import struct
 import llama_cpp.llama_cpp as native
 import numpy as np
 import pytest
+import write_slot_file
 
+from pykvq import engine
 from pykvq.engine import Context, Model, quiet_log
 from pykvq.tiny_model import write_tiny_model
 
@@ -157,3 +159,52 @@ def test_file_covers_its_tokens(context, unchanged, tmp_path):
     data[12 + 4 * 7] ^= 1
     path.write_bytes(data)
     assert load() == len(data) and list(out[:40]) == TOKENS
+
+
+@pytest.fixture
+def as_written(model):
+    """The context of write_slot_file.py, empty."""
+    with Context(model, **write_slot_file.CONTEXT) as made:
+        yield made
+
+
+def loaded(context, path) -> list[int]:
+    """Tokens of a slot file that was taken; none when it was refused, with the reason logged."""
+    out, n = (native.llama_token * 64)(), ctypes.c_size_t()
+    taken = native.llama_state_seq_load_file(context.handle, str(path).encode(), 0, out, 64, ctypes.byref(n))
+    return list(out[:n.value]) if taken else []
+
+
+@pytest.mark.parametrize("path", sorted(write_slot_file.FOLDER.glob("*.bin")), ids=lambda path: path.stem)
+def test_a_slot_file_of_an_earlier_version(as_written, path):
+    """Read as what it was, or refused by its version: rows that mean something else under the same version would be neither."""
+    tokens, now = write_slot_file.TOKENS, write_slot_file.version(as_written.save(0))
+    before = as_written.save(0)
+    engine.forget()
+    if write_slot_file.version(path.read_bytes()) != now:
+        assert not loaded(as_written, path) and "under another setting; layout: " in engine.reason("")
+        assert as_written.save(0) == before
+        return
+    assert loaded(as_written, path) == tokens
+    assert path.read_bytes().endswith(as_written.save(0, bare=True)[8:])      # a file lacks the magic number and the sequence
+    after = as_written.decode([1, 2, 3], len(tokens), logits="all")
+    as_written.clear()
+    as_written.decode(tokens, 0, logits="none")
+    assert np.abs(after - as_written.decode([1, 2, 3], len(tokens), logits="all")).max() < 0.05
+
+
+def test_this_version_has_its_slot_file(as_written):
+    """After a change of layout or tables: python tests/models/write_slot_file.py."""
+    as_written.decode(write_slot_file.TOKENS, 0, logits="none")
+    assert write_slot_file.version(as_written.save(0)) in {write_slot_file.version(path.read_bytes()) for path in write_slot_file.FOLDER.glob("*.bin")}
+
+
+def test_a_slot_file_from_before_the_header(as_written, tmp_path):
+    """What the first versions wrote: the rows alone."""
+    data = (write_slot_file.FOLDER / "layout1.bin").read_bytes()
+    start = data.index(b"KVQS")
+    length, = struct.unpack_from("<I", data, start + 4)
+    path = tmp_path / "old.bin"
+    path.write_bytes(data[:start] + data[start + 24 + length:])
+    engine.forget()
+    assert not loaded(as_written, path) and "or by an older version" in engine.reason("")
