@@ -27,7 +27,7 @@ from pykvq.calibration.build import build                            # noqa: E40
 from pykvq.calibration.bias_pairs import only                        # noqa: E402
 from pykvq.calibration.key_bias import measured_bias, turned         # noqa: E402
 from pykvq.calibration.loss import TIERS                             # noqa: E402
-from pykvq.calibration.model_files import tensor                     # noqa: E402
+from pykvq.calibration.model_files import files_of, tensor           # noqa: E402
 from pykvq.calibration.run import Statistics                         # noqa: E402
 from pykvq.codecs import oscar_published, turbo                      # noqa: E402
 from pykvq.codecs.hadamard import sylvester                          # noqa: E402
@@ -92,7 +92,7 @@ def bias_of(model, layer, sums, kind):
     """Pre-RoPE bias [h, d] of a layer."""
     if kind == "measured":
         return measured_bias(sums)
-    return np.frombuffer(tensor(model, f"blk.{layer}.attn_k.bias"), "<f4").reshape(sums.heads, -1).astype(np.float64)
+    return np.frombuffer(tensor(files_of(model), f"blk.{layer}.attn_k.bias"), "<f4").reshape(sums.heads, -1).astype(np.float64)
 
 
 def debiased(codec, biases, moments, positions):

@@ -175,7 +175,7 @@ def main() -> None:
     a = ap.parse_args()
     quiet_log()
     result: dict = {key: str(value) if isinstance(value, Path) else value for key, value in vars(a).items() if key not in ("texts", "json")}
-    result |= {"texts": [t.name for t in a.texts], "worth": {}, "kl": [], "comparisons": []}
+    result |= {"texts": [t.name for t in a.texts], "alone": None, "worth": {}, "kl": [], "comparisons": []}
 
     def keep() -> None:
         if a.json:

@@ -1,6 +1,7 @@
 """From the sums of a run to what is embedded."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from pykvq.calibration import CACHE_KEY_BIAS, KEY_BIAS
 from pykvq.calibration.bias_pairs import MAX_PAIRS, Biased, choose, only
 from pykvq.calibration.key_bias import measured_bias
 from pykvq.calibration.metadata import Embedded
-from pykvq.calibration.model_files import splits, tensor
+from pykvq.calibration.model_files import files_of, tensor
 from pykvq.calibration.moments import LayerSums
 from pykvq.calibration.rope import NEOX, NORMAL
 from pykvq.calibration.run import Statistics
@@ -28,7 +29,7 @@ MEASURED_ON_GPU = False
 
 def cache_returns(kind: str, statistics: Statistics, model: Path) -> bool:
     """Whether the cache, on a device whose kernels can, stores keys of this model without that bias and returns it to the logit."""
-    layers, files = statistics.moments.layers, [GgufFile(path) for path in splits(model)]
+    layers, files = statistics.moments.layers, files_of(model)
     architecture = files[0].get("general.architecture")
     if kind == "attn_k.bias":
         names = {name for f in files for name in f.tensors}
@@ -51,9 +52,8 @@ def best_key_bias(statistics: Statistics, model: Path) -> str:
     return next(kind for kind in kinds if cache_returns(kind, statistics, model))
 
 
-def keeps_mean(model: Path, layer: int) -> bool:
+def _keeps_mean(files: Sequence[GgufFile], layer: int) -> bool:
     """Whether the cache must store keys with their mean: a soft cap or an attention sink sees a shift of all logits."""
-    files = [GgufFile(path) for path in splits(model)]
     architecture = files[0].get("general.architecture")
     return architecture in ("gemma2", "grok") or any(f"blk.{layer}.attn_sinks.weight" in f.tensors for f in files)
 
@@ -73,22 +73,23 @@ def build(statistics: Statistics, model: Path, key_bias: str | None = None) -> E
     provenance = {"text_hash": text_hash(statistics.tokens), "tokens": int(statistics.tokens.size), "source": statistics.source,
                   "pykvq_version": pykvq.__version__, "llama_cpp_commit": llama_commit(), "positions": last}
     sums = {i: s for i, s in sorted(statistics.moments.layers.items())}
+    files = files_of(model)
     if key_bias == "none":
-        layers = {i: layer_transform(s, keep_mean=keeps_mean(model, i)) for i, s in sums.items()}
+        layers = {i: layer_transform(s, keep_mean=_keeps_mean(files, i)) for i, s in sums.items()}
     else:
-        biased = {i: Biased(s, _bias(s, model, i, key_bias), keeps_mean(model, i)) for i, s in sums.items()}
+        biased = {i: Biased(s, _bias(s, files, i, key_bias), _keeps_mean(files, i)) for i, s in sums.items()}
         pairs = choose(biased)
         layers = {i: _without(biased[i], pairs[i], key_bias == "measured") for i in sums}
     return Embedded(statistics.fingerprint, CODEBOOK, key_bias, layers, provenance)
 
 
-def _bias(sums: LayerSums, model: Path, i: int, key_bias: str) -> np.ndarray:
+def _bias(sums: LayerSums, files: Sequence[GgufFile], i: int, key_bias: str) -> np.ndarray:
     """The bias [h, d] of a layer's keys before RoPE."""
     if key_bias == "measured":
         return measured_bias(sums).astype("<f2").astype(np.float64)        # as the cache will read it, so that its rounding is in the statistics
-    raw = tensor(model, f"blk.{i}.attn_k.bias")
+    raw = tensor(files, f"blk.{i}.attn_k.bias")
     if raw is None:
-        raise ValueError(f"{model.name} has no blk.{i}.attn_k.bias; use key_bias none or measured")
+        raise ValueError(f"{files[0].path.name} has no blk.{i}.attn_k.bias; use key_bias none or measured")
     return np.frombuffer(raw, "<f4").reshape(sums.heads, -1).astype(np.float64)
 
 

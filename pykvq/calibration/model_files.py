@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from gguf import GGMLQuantizationType
@@ -27,13 +28,18 @@ def splits(path: Path) -> list[Path]:
     return names
 
 
+def files_of(path: Path) -> list[GgufFile]:
+    """The index of each of splits(path), which takes tenths of a second: read once, then ask."""
+    return [GgufFile(p) for p in splits(path)]
+
+
 def fingerprint(path: Path) -> str:
     """Hash of architecture and norm weights, the same for every quantisation of a model, because norms stay float32.
 
     FNV-1a over the architecture's name, the float32 bytes of blk.N.attn_norm.weight for every layer that has one, and of
     output_norm.weight. The libraries compute the same when they load a model.
     """
-    files = [GgufFile(p) for p in splits(path)]
+    files = files_of(path)
     arch = files[0].get("general.architecture", "")
     layers = files[0].get(f"{arch}.block_count", 0) - files[0].get(f"{arch}.nextn_predict_layers", 0)      # draft layers come last
     names = [f"blk.{i}.attn_norm.weight" for i in range(layers)] + ["output_norm.weight"]
@@ -41,6 +47,6 @@ def fingerprint(path: Path) -> str:
     return fnv1a64(arch.encode() + b"".join(norms))
 
 
-def tensor(path: Path, name: str) -> bytes | None:
-    """Raw bytes of a tensor of the model, None when it has no such tensor."""
-    return next((f.tensor_data(name) for f in map(GgufFile, splits(path)) if name in f.tensors), None)
+def tensor(files: Sequence[GgufFile], name: str) -> bytes | None:
+    """Raw bytes of a tensor of a model whose files these are, None when it has no such tensor."""
+    return next((f.tensor_data(name) for f in files if name in f.tensors), None)
