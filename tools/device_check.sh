@@ -10,9 +10,9 @@
 # 1,000,000 tokens, half an hour of prefill); over caches filled from a short prefix: depth (decode at 0, 32K, 128K and at
 # MILLION=1000000 tokens), depthstreams (eight of 32K), prefill128k (512 and 2048 tokens), windows (the same without and with f16
 # windows); evaluate (pykvq eval) and retrieval (planted facts in a real MODEL, which oscar2 wants calibrated); bandwidth (decode attention as a share
-# of a device copy, and what ncu counts), transforms (the cost of calibrated data), calibrate (statistics of the 8B shape), layer
-# (the kernels of a layer by ncu), pip (the pip form of the build, and pykvq doctor on it), tests (pytest -m cuda).
-# The last four and those on filled caches need numpy, diskcache, filelock, jinja2, platformdirs, pyyaml and typing_extensions in
+# of a device copy, and what ncu counts), transforms (the cost of calibrated data), join (norm and RoPE in launches of their own and joined, at depth
+# 0), calibrate (statistics of the 8B shape), layer (the kernels of a layer by ncu), pip (the pip form of the build, and pykvq doctor on it), tests
+# (pytest -m cuda). The last four and those on filled caches need numpy, diskcache, filelock, jinja2, platformdirs, pyyaml and typing_extensions in
 # python3, calibrate click, rich and scipy too.
 # The default steps take eight minutes on 16 cores and one H200, five of them the build. DEPTHS=131072 TYPES="f16 turbo3"
 # REPEAT=2 MODEL=FILE ARCH=90 set what the names say.
@@ -123,6 +123,15 @@ step() {
                   MODEL=$copy depth "$dir" "transforms-$kvq" --kvq $kvq --types ${TYPES:-f16 turbo2 turbo3} --depths ${DEPTHS:-0 32768}
               done
               MODEL=$copy TYPES= depth "$dir" transforms-oscar2 --types f16 oscar2,turbo2 --depths ${DEPTHS:-0 32768} ;;
+    join)     # norm and RoPE left to upstream, those of the keys joined, and those of the queries too; calibrated data in the second half
+              local gguf copy=/tmp/calibrated-random.gguf
+              gguf=$(random_model)
+              ln -sf "$gguf" "$copy"
+              py "$dir" tests/models/calibrated.py "$copy"
+              for join in 0 1 2; do
+                  KVQ_CUDA_JOIN=$join depth "$dir" "join-$join" --types ${TYPES:-f16 turbo2 turbo3 turbo4} --depths ${DEPTHS:-0}
+                  KVQ_CUDA_JOIN=$join MODEL=$copy depth "$dir" "join-$join-calibrated" --types f16 turbo2 oscar2,turbo2 --depths ${DEPTHS:-0}
+              done ;;
     calibrate) time py "$dir" -c "from pykvq.cli import main; main()" calibrate "$(random_model)" --gpu-layers 99 --tokens "${TOKENS:-4096}" --restart -o "$dir.statistics.npz" ;;
     pip)      # needs scikit-build-core in python3; over the objects that are there, so only the other programs are compiled
               local site

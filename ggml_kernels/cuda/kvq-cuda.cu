@@ -4,8 +4,10 @@
 #include "kvq-cuda.cuh"
 #include "kvq-launch.cuh"
 #include "kvq-rows-ops.cuh"
+#include "kvq-rotary.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <mutex>
 #include <set>
 
@@ -314,33 +316,94 @@ static bool kvq_joins(const ggml_tensor * t, const ggml_tensor * const * others,
     return true;
 }
 
-int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
-    if (graph->nodes[i] != kvq_after_write.attention && !ggml_op_is_empty(graph->nodes[i]->op)) {
-        kvq_after_write = {};
-    }
-    if (const int n_done = kvq_cuda_transform(ctx, graph, i)) {
-        return n_done;
-    }
-    // writes in a row, with views between them
-    const ggml_tensor * writes[KVQ_ROWS_TOGETHER];
-    int n = 0, last = i, next = i;
-    for (; next < graph->n_nodes; ++next) {
-        const ggml_tensor * t = graph->nodes[next];
-        if (n > 0 && ggml_op_is_empty(t->op)) {
+// Whether the launch of `writes`, which ends with node `last`, may do these turns. Those that nothing else reads lose their output; of the others, a row is
+// written by the warp that has read it, or where the launch reads nothing.
+static bool kvq_rotaries_fit(const ggml_cgraph * graph, kvq_rotary_nodes * turns, const int n_turns, const int last, const ggml_tensor * const * writes, const int n) {
+    for (int t = 0; t < n_turns; ++t) {
+        const ggml_tensor * rope = turns[t].rope;
+        int n_written = 0;
+        for (int i = 0; i < n; ++i) {
+            if (kvq_is_all_of(writes[i]->src[0], rope)) {
+                n_written++;
+                if (rope->ne[0] % ggml_blck_size(writes[0]->type) != 0 || writes[i]->src[0]->ne[0] != rope->ne[0]*rope->ne[1]) {
+                    return false;
+                }
+            } else if (kvq_overlap(rope, writes[i]->src[0])) {
+                return false;
+            }
+        }
+        if (n_written && kvq_used_within(graph, turns[t].last, last)) {
+            turns[t].turn.y = nullptr;
             continue;
         }
+        for (int other = 0; other < n_turns; ++other) {
+            const ggml_tensor * source = turns[other].source;
+            const bool in_place = other == t && !n_written && source->data == rope->data && source->nb[1] == rope->nb[1] && source->nb[2] == rope->nb[2];
+            if (!in_place && kvq_overlap(rope, source)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+// The writes in a row that node i begins, with views between them, and turns in front of them: the last node that is done, -1 for none.
+static int kvq_cuda_write(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i, const kvq_rotary_nodes * found, const int n_turns) {
+    kvq_rotary_nodes turns[KVQ_ROTARIES];
+    std::copy(found, found + n_turns, turns);
+    const ggml_tensor * writes[KVQ_ROWS_TOGETHER];
+    int n = 0, last = i, next = i;
+    for (; next < graph->n_nodes; next = kvq_next_node(graph, next)) {
+        const ggml_tensor * t = graph->nodes[next];
         if (n == KVQ_ROWS_TOGETHER || !kvq_joins(t, writes, n)) {
             break;
         }
         writes[n++] = t;
         last = next;
     }
-    if (n < 2) {
-        return 0;
+    if (n == 0 || n + n_turns < 2 || !kvq_rotaries_fit(graph, turns, n_turns, last, writes, n)) {
+        return -1;
     }
-    kvq_cuda_set_rows_together(ctx, writes, n);
-    if (next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_FLASH_ATTN_EXT && kvq_cuda_owns(graph->nodes[next])) {
+    kvq_cuda_set_rows_together(ctx, writes, n, turns, n_turns);
+    // queries of this launch's making are not there early
+    const bool made = std::any_of(turns, turns + n_turns, [](const kvq_rotary_nodes & t) { return t.turn.y; });
+    if (!made && next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_FLASH_ATTN_EXT && kvq_cuda_owns(graph->nodes[next])) {
         kvq_after_write = { graph->nodes[next], ctx.stream() };
     }
-    return last - i;
+    return last;
+}
+
+// How many norms and RoPEs may join a launch. Timing only: KVQ_CUDA_JOIN=0 leaves them to upstream, 1 joins those of the keys.
+static int kvq_join_limit() {
+    static const int limit = [] {
+        const char * value = getenv("KVQ_CUDA_JOIN");
+        return value ? std::min(std::max(atoi(value), 0), KVQ_ROTARIES) : KVQ_ROTARIES;
+    }();
+    return limit;
+}
+
+int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
+    if (graph->nodes[i] != kvq_after_write.attention && !ggml_op_is_empty(graph->nodes[i]->op)) {
+        kvq_after_write = {};
+    }
+    // turns of queries and keys in a row, and what may do them on the way; fewer of them when not all can be
+    kvq_rotary_nodes turns[KVQ_ROTARIES];
+    int n_turns = 0, at[KVQ_ROTARIES + 1] = { i };
+    while (n_turns < kvq_join_limit() && at[n_turns] < graph->n_nodes && kvq_find_rotary(graph, at[n_turns], KVQ_ROTARY_TOKENS, turns[n_turns])) {
+        at[n_turns + 1] = kvq_next_node(graph, turns[n_turns].last);
+        n_turns++;
+    }
+    for (int n = n_turns; n >= (n_turns > 0 ? 1 : 0); --n) {
+        if (at[n] == graph->n_nodes) {
+            continue;
+        }
+        int last = kvq_cuda_transform(ctx, graph, at[n], turns, n);
+        if (last < 0) {
+            last = kvq_cuda_write(ctx, graph, at[n], turns, n);
+        }
+        if (last >= 0) {
+            return last - i;
+        }
+    }
+    return 0;
 }

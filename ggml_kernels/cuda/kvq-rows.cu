@@ -1,6 +1,7 @@
 // Cache write (SET_ROWS), copies and GET_ROWS of the cache types, one warp per quantisation block.
 #include "kvq-rows.cuh"
 #include "kvq-rows-ops.cuh"
+#include "kvq-rotary.cuh"
 
 #define KVQ_ROWS_WARPS 4
 
@@ -56,16 +57,17 @@ static __device__ __forceinline__ void kvq_store_value(char * p, const float x, 
 static __device__ __forceinline__ void kvq_store_value(char * p, const float x, const __half *) { *(__half *) p = __float2half_rn(x); }
 
 // float rows -> blocks: scattered to the rows in index, or copied in element order; one block
-template <int BITS, int N, typename T>
-static __device__ __forceinline__ void kvq_write_block(const kvq_rows_args & a, const uint32_t i, float * buf, uint8_t * codes, const int lane) {
-    uint32_t at[4];
-    kvq_split_index(a, i, at);
+template <int N, typename T>
+static __device__ __forceinline__ void kvq_load_block(const kvq_rows_args & a, const uint32_t (&at)[4], float * x, const int lane) {
     const char * src = a.src + int64_t(at[0])*N*a.nb_src[0] + at[1]*a.nb_src[1] + at[2]*a.nb_src[2] + at[3]*a.nb_src[3];
-    float x[kvq_hadamard<N>::regs];
 #pragma unroll
     for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
         x[r] = r*32 + lane < N ? kvq_load(src + (r*32 + lane)*a.nb_src[0], (const T *) nullptr) : 0.0f;
     }
+}
+
+template <int BITS, int N>
+static __device__ __forceinline__ void kvq_write_block(const kvq_rows_args & a, const uint32_t i, uint32_t (&at)[4], float * x, float * buf, uint8_t * codes, const int lane) {
     constexpr int BYTES = kvq_row_bytes<BITS, N>;
     char * dst;
     if (a.index) {
@@ -91,35 +93,74 @@ static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_rows(const
     kvq_pdl_wait();
     kvq_pdl_launch();
     if (i < a.n_blocks) {
-        kvq_write_block<BITS, N, T>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x);
+        uint32_t at[4];
+        kvq_split_index(a, i, at);
+        float x[kvq_hadamard<N>::regs];
+        kvq_load_block<N, T>(a, at, x, threadIdx.x);
+        kvq_write_block<BITS, N>(a, i, at, x, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x);
     }
 }
 
-// K and V of one layer, and their rows of an f16 window, in one launch: f32 scatters in blocks of one size
-struct kvq_rows_set { kvq_rows_args part[KVQ_ROWS_TOGETHER]; };
+// K and V of one layer, and their rows of an f16 window, in one launch: f32 scatters in blocks of one size. With ROTARY, rows of a part come from the turn of
+// that number, and turns with an output of their own have a warp for each of its rows.
+struct kvq_rows_set {
+    kvq_rows_args part[KVQ_ROWS_TOGETHER];
+    int           turn_of[KVQ_ROWS_TOGETHER];      // -1: rows are as they are
+    kvq_rotary    turn[KVQ_ROTARIES];
+    uint32_t      turn_rows[KVQ_ROTARIES];
+};
 
-template <int N>
+template <int N, bool ROTARY>
 static __global__ void __launch_bounds__(32*KVQ_ROWS_WARPS) kvq_write_together(const __grid_constant__ kvq_rows_set set) {
-    __shared__ float   buf[KVQ_ROWS_WARPS][N];
-    __shared__ uint8_t codes[KVQ_ROWS_WARPS][N];
+    __shared__ float   all_buf[KVQ_ROWS_WARPS][N];
+    __shared__ uint8_t all_codes[KVQ_ROWS_WARPS][N];
+    float   * buf   = all_buf[threadIdx.y];
+    uint8_t * codes = all_codes[threadIdx.y];
+    const int lane = threadIdx.x;
     uint32_t i = blockIdx.x*KVQ_ROWS_WARPS + threadIdx.y;
-    kvq_pdl_wait();
-    kvq_pdl_launch();
     int which = 0;
     while (which < KVQ_ROWS_TOGETHER && i >= set.part[which].n_blocks) {
         i -= set.part[which++].n_blocks;
     }
     if (which == KVQ_ROWS_TOGETHER) {
+        if (ROTARY) {
+#pragma unroll
+            for (int t = 0; t < KVQ_ROTARIES; ++t) {
+                if (i < set.turn_rows[t]) {
+                    kvq_rotary_row(set.turn[t], int(i), lane);
+                    return;
+                }
+                i -= set.turn_rows[t];
+            }
+        }
+        kvq_pdl_wait();
+        kvq_pdl_launch();
         return;
     }
     const kvq_rows_args & a = set.part[which];
+    uint32_t at[4];
+    kvq_split_index(a, i, at);
+    float x[kvq_hadamard<N>::regs];
+    if (ROTARY && set.turn_of[which] >= 0) {
+        const kvq_rotary & t = set.turn[set.turn_of[which]];
+        const int blocks = t.d/N, head = at[0]/blocks, begin = (at[0] - head*blocks)*N;
+        kvq_rotary_block<N> turned;
+        turned.prepare(t, head, at[1], begin, lane);
+        kvq_pdl_wait();
+        kvq_pdl_launch();
+        turned.load(t, begin, x, lane);
+    } else {
+        kvq_pdl_wait();
+        kvq_pdl_launch();
+        kvq_load_block<N, float>(a, at, x, lane);
+    }
     switch (a.bits) {
-        case 2:  kvq_write_block<2, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
-        case 3:  kvq_write_block<3, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
-        case 4:  kvq_write_block<4, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
-        case KVQ_TIERS:          kvq_write_block<KVQ_TIERS,          N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
-        case KVQ_ROWS_TURBO_F16: kvq_write_block<KVQ_ROWS_TURBO_F16, N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
-        default:                 kvq_write_block<KVQ_ROWS_F16,       N, float>(a, i, buf[threadIdx.y], codes[threadIdx.y], threadIdx.x); break;
+        case 2:                  kvq_write_block<2,                  N>(a, i, at, x, buf, codes, lane); break;
+        case 3:                  kvq_write_block<3,                  N>(a, i, at, x, buf, codes, lane); break;
+        case 4:                  kvq_write_block<4,                  N>(a, i, at, x, buf, codes, lane); break;
+        case KVQ_TIERS:          kvq_write_block<KVQ_TIERS,          N>(a, i, at, x, buf, codes, lane); break;
+        case KVQ_ROWS_TURBO_F16: kvq_write_block<KVQ_ROWS_TURBO_F16, N>(a, i, at, x, buf, codes, lane); break;
+        default:                 kvq_write_block<KVQ_ROWS_F16,       N>(a, i, at, x, buf, codes, lane); break;
     }
 }
 
@@ -257,24 +298,35 @@ bool kvq_cuda_rows_fit(const ggml_tensor * first, const ggml_tensor * dst) {
         (dst->type == GGML_TYPE_F16 ? dst->nb[0] == sizeof(ggml_fp16_t) && dst->ne[0] % n == 0 : ggml_blck_size(dst->type) == n);
 }
 
-void kvq_cuda_set_rows_together(ggml_backend_cuda_context & ctx, const ggml_tensor * const * dst, const int n) {
-    GGML_ASSERT(n <= KVQ_ROWS_TOGETHER);
+void kvq_cuda_set_rows_together(ggml_backend_cuda_context & ctx, const ggml_tensor * const * dst, const int n, const kvq_rotary_nodes * turns, const int n_turns) {
+    GGML_ASSERT(n <= KVQ_ROWS_TOGETHER && n_turns <= KVQ_ROTARIES);
     kvq_rows_set set = {};
-    uint32_t n_blocks = 0;
+    uint32_t n_warps = 0;
     for (int i = 0; i < n; ++i) {
         set.part[i] = kvq_set_rows_args(dst[i], ggml_blck_size(dst[0]->type));
-        n_blocks += set.part[i].n_blocks;
+        set.turn_of[i] = -1;
+        for (int t = 0; t < n_turns; ++t) {
+            if (kvq_is_all_of(dst[i]->src[0], turns[t].rope)) {
+                set.turn_of[i] = t;
+            }
+        }
+        n_warps += set.part[i].n_blocks;
     }
-    if (n_blocks == 0) {
+    for (int t = 0; t < n_turns; ++t) {
+        set.turn[t] = turns[t].turn;
+        set.turn_rows[t] = set.turn[t].y ? uint32_t(set.turn[t].n_head*set.turn[t].n_tokens) : 0;
+        n_warps += set.turn_rows[t];
+    }
+    if (n_warps == 0) {
         return;
     }
     void (* kernel)(const kvq_rows_set) = nullptr;
     switch (ggml_blck_size(dst[0]->type)) {
-#define KVQ_CASE_TOGETHER(N) case N: kernel = kvq_write_together<N>; break;
+#define KVQ_CASE_TOGETHER(N) case N: kernel = n_turns ? kvq_write_together<N, true> : kvq_write_together<N, false>; break;
         KVQ_FOR_EACH_BLOCK(KVQ_CASE_TOGETHER)
         default: GGML_ABORT("not a block of the cache types");
     }
-    ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(kvq_rows_grid(n_blocks), dim3(32, KVQ_ROWS_WARPS, 1), size_t(0), ctx.stream()), set);
+    ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(kvq_rows_grid(n_warps), dim3(32, KVQ_ROWS_WARPS, 1), size_t(0), ctx.stream()), set);
 }
 
 void kvq_cuda_get_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {

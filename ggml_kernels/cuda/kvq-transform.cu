@@ -3,97 +3,212 @@
 #include "kvq-fattn.cuh"
 #include "kvq-rows-ops.cuh"
 #include "kvq-transform.h"
+#include "kvq-rotary.cuh"
 
-constexpr int KVQ_TRANSFORM_TOKENS = 8;    // larger batches are cuBLAS's
 constexpr int KVQ_TRANSFORM_WARPS  = 8;
 constexpr int KVQ_TRANSFORM_ROWS   = 2;    // matrix rows of a warp
 constexpr int KVQ_TRANSFORM_COLS   = 4;    // columns that it asks for at once
 
-// Sums of 8 values over the lanes of a warp; lane l gets the one of number l/4.
-static __device__ __forceinline__ float kvq_warp_sums(float (&v)[8], const int lane) {
+struct kvq_transform_set {
+    kvq_transform_args args;
+    kvq_rotary turn[2];                    // of keys, of queries
+    bool turned[2];                        // x is what they were before it
+};
+
+// Sums of N values over the lanes of a warp; lane l gets the one of number l*N/32.
+template <int N>
+static __device__ __forceinline__ float kvq_warp_sums(float (&v)[N], const int lane) {
+    int offset = 16;
 #pragma unroll
-    for (int n = 4, offset = 16; n > 0; n /= 2, offset /= 2) {
+    for (int n = N/2; n > 0; n /= 2, offset /= 2) {
 #pragma unroll
         for (int i = 0; i < n; ++i) {
             const float other = __shfl_xor_sync(0xFFFFFFFF, lane & offset ? v[i] : v[i + n], offset);
             v[i] = (lane & offset ? v[i + n] : v[i]) + other;
         }
     }
-    v[0] += __shfl_xor_sync(0xFFFFFFFF, v[0], 2);
-    return v[0] + __shfl_xor_sync(0xFFFFFFFF, v[0], 1);
+#pragma unroll
+    for (int w = 16/N; w > 0; w /= 2) {
+        v[0] += __shfl_xor_sync(0xFFFFFFFF, v[0], w);
+    }
+    return v[0];
 }
 
-// NV: vectors of 4 values that a lane holds of a row. Blocks: KV head and rows of its matrix; keys, queries.
-template <int NV>
-static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(const __grid_constant__ kvq_transform_args a) {
-    const kvq_transform_part & p = a.part[blockIdx.y];
-    const int groups = gridDim.x/a.n_head_kv, head = blockIdx.x/groups, lane = threadIdx.x;
-    const int row = ((blockIdx.x - head*groups)*KVQ_TRANSFORM_WARPS + threadIdx.y)*KVQ_TRANSFORM_ROWS;
+// NV: vectors of 4 values that a lane holds of a row. Blocks: KV head and rows of its matrix; keys, queries. With ROTARY, columns are normed and turned on the way.
+template <int NV, bool ROTARY>
+static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(const __grid_constant__ kvq_transform_set set) {
+    constexpr int ROWS = KVQ_TRANSFORM_ROWS, COLS = KVQ_TRANSFORM_COLS;
+    __shared__ float2 angles[ROTARY ? KVQ_ROTARY_TOKENS*NV*64 : 1];
+    const kvq_transform_part & p = set.args.part[blockIdx.y];
+    const kvq_rotary & t = set.turn[blockIdx.y];
+    const bool turned = ROTARY && set.turned[blockIdx.y];
+    const int d = set.args.d, groups = gridDim.x/set.args.n_head_kv, head = blockIdx.x/groups, lane = threadIdx.x;
+    const int row = ((blockIdx.x - head*groups)*KVQ_TRANSFORM_WARPS + threadIdx.y)*ROWS;
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float4 mean[NV];
-    half2 m[KVQ_TRANSFORM_ROWS][NV][2];
-    // matrices and means are constants: they are asked for while the kernels before this one still run
+    half2 m[ROWS][NV][2];
+    float of_mean[ROWS] = {};
+    // what does not change is asked for while the kernels before this one still run, and what it gives is worked out
 #pragma unroll
     for (int v = 0; v < NV; ++v) {
         const int at = 4*(v*32 + lane);
-        mean[v] = p.mean && at < a.d ? *(const float4 *) (p.mean + head*a.d + at) : zero;
+        const float4 mean = p.mean && at < d ? *(const float4 *) (p.mean + head*d + at) : zero;
 #pragma unroll
-        for (int r = 0; r < KVQ_TRANSFORM_ROWS; ++r) {
-            const uint2 bits = row + r < a.d && at < a.d ? *(const uint2 *) (p.matrix + (int64_t(head)*a.d + row + r)*a.d + at) : make_uint2(0, 0);
+        for (int r = 0; r < ROWS; ++r) {
+            const uint2 bits = row + r < d && at < d ? *(const uint2 *) (p.matrix + (int64_t(head)*d + row + r)*d + at) : make_uint2(0, 0);
             m[r][v][0] = *(const half2 *) &bits.x;
             m[r][v][1] = *(const half2 *) &bits.y;
+            const float2 lo = __half22float2(m[r][v][0]), hi = __half22float2(m[r][v][1]);
+            of_mean[r] += mean.x*lo.x + mean.y*lo.y + mean.z*hi.x + mean.w*hi.y;
         }
     }
+    const int half = turned ? t.n_dims/2 : 0;
+    float own[ROTARY ? NV : 1][4], other[ROTARY ? NV : 1][4];
+    auto set_token = [&](const int token) {
+#pragma unroll
+        for (int v = 0; v < (ROTARY ? NV : 0); ++v) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int i = 4*(v*32 + lane) + k, pair = !t.neox ? i/2 : i < half ? i : i - half;
+                const bool turns = i < 2*half, first = t.neox ? i < half : k % 2 == 0;
+                const float2 angle = turns ? angles[token*half + pair] : make_float2(1.0f, 0.0f);
+                const bool norms = turned && t.weight && i < d;
+                own[v][k]   = angle.x*(norms ? t.weight[i] : 1.0f);
+                other[v][k] = (first ? -angle.y : angle.y)*(norms && turns ? t.weight[!t.neox ? i ^ 1 : first ? i + half : i - half] : 1.0f);
+            }
+        }
+    };
+    if constexpr (ROTARY) {
+        for (int i = threadIdx.y*32 + lane; turned && i < t.n_tokens*half; i += 32*KVQ_TRANSFORM_WARPS) {
+            angles[i] = kvq_angle(t, i % half, t.pos[i/half]);
+        }
+        __syncthreads();
+        set_token(0);
+    }
+    const float mean_sum = kvq_warp_sums(of_mean, lane), minus = __shfl_sync(0xFFFFFFFF, mean_sum, lane/4 % ROWS*(32/ROWS));
     kvq_pdl_wait();
     kvq_pdl_launch();
     // all columns of a step are asked for before any result is written: it could be where the next column is read, to the compiler
-    for (int first = 0, i = 0, j = 0; j < p.n2; first += KVQ_TRANSFORM_COLS) {
-        float4 x[KVQ_TRANSFORM_COLS][NV];
+    for (int first = 0, i = 0, j = 0; j < p.n2; first += COLS) {
+        float4 x[COLS][NV], y[ROTARY ? COLS : 1][NV];
+        int token[COLS];
 #pragma unroll
-        for (int c = 0; c < KVQ_TRANSFORM_COLS; ++c) {
+        for (int c = 0; c < COLS; ++c) {
             const char * column = p.x + i*p.nbx1 + (head*p.n2 + j)*p.nbx2;
 #pragma unroll
             for (int v = 0; v < NV; ++v) {
                 const int at = 4*(v*32 + lane);
-                x[c][v] = j < p.n2 && at < a.d ? *(const float4 *) (column + at*sizeof(float)) : zero;
+                const bool there = j < p.n2 && at < d;
+                x[c][v] = there ? *(const float4 *) (column + at*sizeof(float)) : zero;
+                if (ROTARY && t.neox) {
+                    y[c][v] = there && at < 2*half ? *(const float4 *) (column + (at < half ? at + half : at - half)*sizeof(float)) : zero;
+                }
             }
+            token[c] = i;
             if (++i == p.n1) {
                 i = 0;
                 ++j;
             }
         }
-        float sum[KVQ_TRANSFORM_COLS*KVQ_TRANSFORM_ROWS] = {};
+        float squares[COLS] = {};
+        if (turned) {
 #pragma unroll
-        for (int v = 0; v < NV; ++v) {
+            for (int c = 0; c < COLS; ++c) {
+                if (t.n_tokens > 1) {
+                    set_token(token[c]);
+                }
 #pragma unroll
-            for (int r = 0; r < KVQ_TRANSFORM_ROWS; ++r) {
-                const float2 lo = __half22float2(m[r][v][0]), hi = __half22float2(m[r][v][1]);
-#pragma unroll
-                for (int c = 0; c < KVQ_TRANSFORM_COLS; ++c) {
-                    sum[c*KVQ_TRANSFORM_ROWS + r] += (x[c][v].x - mean[v].x)*lo.x + (x[c][v].y - mean[v].y)*lo.y + (x[c][v].z - mean[v].z)*hi.x +
-                        (x[c][v].w - mean[v].w)*hi.y;
+                for (int v = 0; v < NV; ++v) {
+                    const float4 z = x[c][v], w = t.neox ? y[ROTARY ? c : 0][v] : make_float4(z.y, z.x, z.w, z.z);
+                    const float (&a)[4] = own[ROTARY ? v : 0], (&b)[4] = other[ROTARY ? v : 0];
+                    squares[c] += z.x*z.x + z.y*z.y + z.z*z.z + z.w*z.w;
+                    x[c][v] = make_float4(z.x*a[0] + w.x*b[0], z.y*a[1] + w.y*b[1], z.z*a[2] + w.z*b[2], z.w*a[3] + w.w*b[3]);
                 }
             }
         }
-        const float total = kvq_warp_sums(sum, lane);
-        const int c = first + lane/4/KVQ_TRANSFORM_ROWS, r = row + lane/4 % KVQ_TRANSFORM_ROWS, c2 = c/p.n1, c1 = c - c2*p.n1;
-        if (lane % 4 == 0 && c2 < p.n2 && r < a.d) {
+        float sum[COLS*ROWS] = {};
+#pragma unroll
+        for (int v = 0; v < NV; ++v) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const float2 lo = __half22float2(m[r][v][0]), hi = __half22float2(m[r][v][1]);
+#pragma unroll
+                for (int c = 0; c < COLS; ++c) {
+                    sum[c*ROWS + r] += x[c][v].x*lo.x + x[c][v].y*lo.y + x[c][v].z*hi.x + x[c][v].w*hi.y;
+                }
+            }
+        }
+        // lanes of number 8c and on hold the sums of column c, and its norm
+        const float scale = turned && t.weight ? kvq_norm(t, kvq_warp_sums(squares, lane)) : 1.0f;
+        const float total = scale*kvq_warp_sums(sum, lane) - minus;
+        const int c = first + lane/4/ROWS, r = row + lane/4 % ROWS, c2 = c/p.n1, c1 = c - c2*p.n1;
+        if (lane % 4 == 0 && c2 < p.n2 && r < d) {
             p.y[r + c1*p.sy1 + (head*p.n2 + c2)*p.sy2] = total;
+        }
+        if (turned && t.y && row == 0) {       // for others that read them
+#pragma unroll
+            for (int k = 0; k < COLS; ++k) {
+                const int k2 = (first + k)/p.n1, k1 = first + k - k2*p.n1;
+                const float own_scale = __shfl_sync(0xFFFFFFFF, scale, 8*k);
+                float * out = t.n_tokens > 1 ? t.y + (int64_t(k1)*t.n_head + head*p.n2 + k2)*d : t.y + (head*p.n1*p.n2 + first + k)*d;
+#pragma unroll
+                for (int v = 0; v < NV; ++v) {
+                    const int at = 4*(v*32 + lane);
+                    if (k2 < p.n2 && at < d) {
+                        *(float4 *) (out + at) = make_float4(own_scale*x[k][v].x, own_scale*x[k][v].y, own_scale*x[k][v].z, own_scale*x[k][v].w);
+                    }
+                }
+            }
         }
     }
 }
 
-int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
-    kvq_transform_args a;
-    const int n_done = kvq_find_transform(graph, i, KVQ_TRANSFORM_TOKENS, a);
-    if (n_done) {
-        constexpr int rows = KVQ_TRANSFORM_WARPS*KVQ_TRANSFORM_ROWS;
-        const ggml_cuda_kernel_launch_params launch(dim3(unsigned(a.n_head_kv*((a.d + rows - 1)/rows)), 2, 1), dim3(32, KVQ_TRANSFORM_WARPS, 1), size_t(0), ctx.stream());
-        switch ((a.d + 127)/128) {
-            case 1:  ggml_cuda_kernel_launch(kvq_transform<1>, launch, a); break;
-            case 2:  ggml_cuda_kernel_launch(kvq_transform<2>, launch, a); break;
-            default: ggml_cuda_kernel_launch(kvq_transform<4>, launch, a); break;
+// The part that reads the turn's rows where they were before it; false where this kernel cannot.
+static bool kvq_rotary_part(kvq_transform_set & set, const kvq_transform_nodes & nodes, const kvq_rotary_nodes & turn) {
+    const kvq_rotary & t = turn.turn;
+    const int part = kvq_is_all_of(nodes.in[0], turn.rope) ? 0 : 1;
+    if (!kvq_is_all_of(nodes.in[part], turn.rope) || set.turned[part] || t.d > 256 || t.n_dims % 8 != 0 || !kvq_vector_rows(turn.source)) {
+        return false;
+    }
+    kvq_transform_part & p = set.args.part[part];
+    p.x = t.x;
+    p.nbx1 = t.n_tokens > 1 ? t.nbx2 : t.nbx1;
+    p.nbx2 = t.n_tokens > 1 ? t.nbx1 : p.n1*t.nbx1;
+    set.turn[part]   = t;
+    set.turned[part] = true;
+    return true;
+}
+
+int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i, const kvq_rotary_nodes * turns, const int n_turns) {
+    kvq_transform_set set = {};
+    kvq_transform_nodes nodes;
+    const int n_done = kvq_find_transform(graph, i, KVQ_ROTARY_TOKENS, set.args, &nodes);
+    if (!n_done) {
+        return -1;
+    }
+    const int last = i + n_done;
+    for (int k = 0; k < n_turns; ++k) {
+        kvq_rotary_nodes turn = turns[k];
+        const bool stays = kvq_used_within(graph, turn.last, last);
+        if (stays) {
+            turn.turn.y = nullptr;
+        }
+        // every block reads what comes before the turns, and may begin when another has ended
+        for (int other = 0; other < n_turns; ++other) {
+            for (const ggml_tensor * read : { turns[other].source, (const ggml_tensor *) turns[other].rope->src[1] }) {
+                if (kvq_overlap(nodes.out[0], read) || kvq_overlap(nodes.out[1], read) || (!stays && kvq_overlap(turn.rope, read))) {
+                    return -1;
+                }
+            }
+        }
+        if (!kvq_rotary_part(set, nodes, turn)) {
+            return -1;
         }
     }
-    return n_done;
+    constexpr int rows = KVQ_TRANSFORM_WARPS*KVQ_TRANSFORM_ROWS;
+    const int d = set.args.d;
+    const ggml_cuda_kernel_launch_params launch(dim3(unsigned(set.args.n_head_kv*((d + rows - 1)/rows)), 2, 1), dim3(32, KVQ_TRANSFORM_WARPS, 1), size_t(0), ctx.stream());
+    void (* kernel)(const kvq_transform_set) = d > 256 ? kvq_transform<4, false> : n_turns ? (d > 128 ? kvq_transform<2, true> : kvq_transform<1, true>) :
+        d > 128 ? kvq_transform<2, false> : kvq_transform<1, false>;
+    ggml_cuda_kernel_launch(kernel, launch, set);
+    return last;
 }

@@ -2,8 +2,8 @@
 // For C++ files that include ggml-impl.h.
 #pragma once
 
-#include "ggml-impl.h"
 #include "kvq.h"
+#include "kvq-rotary.h"
 
 // y = M (x - mean) for the columns x of every KV head: n1*n2 of them, the one of indices i, j at x + i*nbx1 + (head*n2 + j)*nbx2
 struct kvq_transform_part {
@@ -21,6 +21,11 @@ struct kvq_transform_args {
     int d, n_head_kv;
 };
 
+// what the parts read and write, as nodes of a graph
+struct kvq_transform_nodes {
+    const ggml_tensor * in[2], * out[2];
+};
+
 // the mark of a product with a calibrated matrix, 0 for other nodes
 static inline int kvq_product_of(const ggml_tensor * t) {
     return t->op == GGML_OP_MUL_MAT && t->src[0]->type == GGML_TYPE_F16 && t->type == GGML_TYPE_F32 ? t->op_params[KVQ_PRODUCT_PARAM] : 0;
@@ -31,19 +36,11 @@ static inline bool kvq_vector_rows(const ggml_tensor * t, const ggml_type type =
     return t->type == type && t->nb[0] == ggml_type_size(type) && t->nb[1] % 16 == 0 && t->nb[2] % 16 == 0 && t->ne[3] == 1 && uintptr_t(t->data) % 16 == 0;
 }
 
-static inline bool kvq_overlap(const ggml_tensor * x, const ggml_tensor * y) {
-    const char * a = (const char *) x->data, * b = (const char *) y->data;
-    return a < b + ggml_nbytes(y) && b < a + ggml_nbytes(x);
-}
-
 // Fills `a` when node i begins the transforms of a layer for at most max_tokens tokens, as ggml_kernels/llama/kvq-transforms.cpp builds them: returns the number
 // of nodes after i that belong to them, 0 when node i begins something else.
-static inline int kvq_find_transform(const ggml_cgraph * graph, const int i, const int64_t max_tokens, kvq_transform_args & a) {
+static inline int kvq_find_transform(const ggml_cgraph * graph, const int i, const int64_t max_tokens, kvq_transform_args & a, kvq_transform_nodes * nodes = nullptr) {
     auto node = [&](const int j) { return j < graph->n_nodes ? graph->nodes[j] : nullptr; };
-    auto next = [&](int j) {
-        do { j++; } while (j < graph->n_nodes && ggml_op_is_empty(graph->nodes[j]->op));   // views between them
-        return j;
-    };
+    auto next = [&](const int j) { return kvq_next_node(graph, j); };
     int at = i;
     const ggml_tensor * sub = node(i)->op == GGML_OP_SUB ? node(i) : nullptr;
     if (sub) {
@@ -87,5 +84,8 @@ static inline int kvq_find_transform(const ggml_cgraph * graph, const int i, con
         int64_t(q->nb[1]), int64_t(q->nb[2]), d, d*q->ne[1] };
     a.d = int(d);
     a.n_head_kv = int(heads);
+    if (nodes) {
+        *nodes = { { k, q }, { out, qt } };
+    }
     return at - i;
 }

@@ -476,6 +476,30 @@ ggml_tensor * llama_kv_cache::kvq_transform_keys(ggml_context * ctx, ggml_tensor
     return t.k_in ? transformed_keys(ctx, t, k) : k;
 }
 
+// what norm and RoPE, or RoPE alone, were made from
+static ggml_tensor * before_rope(ggml_tensor * x) {
+    if (x->op != GGML_OP_ROPE) {
+        return x;
+    }
+    x = x->src[0];
+    return x->op == GGML_OP_MUL && x->src[0]->op == GGML_OP_RMS_NORM ? x->src[0]->src[0] : x;
+}
+
+// The products of a layer come first, so that norm, RoPE, transforms and writes stand side by side: a backend can join them (kvq-rotary.h).
+void llama_kv_cache::kvq_order(ggml_cgraph * gf, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, int32_t il) const {
+    if (k && kvq_is_cache_type(layers[map_layer_ids.at(il)].k->type)) {
+        for (ggml_tensor * x : { before_rope(q), before_rope(k), v }) {
+            if (x) {
+                ggml_build_forward_expand(gf, x);
+            }
+        }
+    }
+}
+
+void llama_kv_cache_context::kvq_order(ggml_cgraph * gf, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, int32_t il) const {
+    kv->kvq_order(gf, q, k, v, il);
+}
+
 kvq_key_bias llama_kv_cache_context::kvq_enter(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor * pos, int32_t il) const {
     return kv->kvq_enter(ctx, q, k, pos, il);
 }

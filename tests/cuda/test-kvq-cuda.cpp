@@ -2,6 +2,7 @@
 //   test-kvq-cuda            the whole grid; exit code 1 when something differs, 77 without a CUDA device
 //   test-kvq-cuda quick      a small grid, for compute-sanitizer
 //   test-kvq-cuda host       beside the small grid, what else the host machine runs (tests/cuda/host)
+//   test-kvq-cuda steps      norm and RoPE joined with transforms, writes and attention, alone
 //   test-kvq-cuda time       attention and cache writes timed beside upstream's f16, q8_0 and q4_0
 //   test-kvq-cuda parts      attention timed with an f16 window and with a key bias beside neither
 //   test-kvq-cuda bandwidth  attention of one token at 131072 and of 8 sequences of 32768 as a share of a device copy
@@ -56,8 +57,9 @@ struct graph_build {
 };
 
 // Computes what `build` describes on one backend and returns the result's bytes; the whole of `watch`, if it sets one.
-static bytes compute(const ggml_backend_t backend, const std::function<ggml_tensor * (graph_build &, ggml_tensor **)> & build) {
-    ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*64 + ggml_graph_overhead(), nullptr, true });
+// shared: tensors of the graph take over each other's memory as in a model; the CPU and a GPU must see them in the same order.
+static bytes compute(const ggml_backend_t backend, const std::function<ggml_tensor * (graph_build &, ggml_tensor **)> & build, const bool shared = false) {
+    ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*128 + ggml_graph_overhead(), nullptr, true });
     ggml_cgraph * graph = ggml_new_graph(ctx);
     graph_build b = { ctx, {}, graph };
     ggml_tensor * watch = nullptr;
@@ -72,8 +74,20 @@ static bytes compute(const ggml_backend_t backend, const std::function<ggml_tens
             return {};
         }
     }
-    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
-    ggml_backend_buffer_clear(buffer, 0xFF);          // poison: NaN wherever nothing is written
+    ggml_gallocr_t memory = nullptr;
+    ggml_backend_buffer_t buffer = nullptr;
+    if (shared) {
+        for (const tensor_data & t : b.inputs) {
+            ggml_set_input(t.tensor);
+            ggml_set_output(t.tensor);
+        }
+        ggml_set_output(watch ? watch : out);
+        memory = ggml_gallocr_new(ggml_backend_get_default_buffer_type(backend));
+        GGML_ASSERT(ggml_gallocr_alloc_graph(memory, graph));
+    } else {
+        buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
+        ggml_backend_buffer_clear(buffer, 0xFF);          // poison: NaN wherever nothing is written
+    }
     for (const tensor_data & t : b.inputs) {
         ggml_backend_tensor_set(t.tensor, t.data->data(), 0, t.data->size());
     }
@@ -82,6 +96,7 @@ static bytes compute(const ggml_backend_t backend, const std::function<ggml_tens
     bytes r(ggml_nbytes(result));
     ggml_backend_tensor_get(result, r.data(), 0, r.size());
     ggml_backend_buffer_free(buffer);
+    ggml_gallocr_free(memory);
     ggml_free(ctx);
     return r;
 }
@@ -106,17 +121,17 @@ static bytes cache_data(const ggml_type type, const int64_t row, const int64_t r
     return y;
 }
 
-static double relative_error(const bytes & a, const bytes & b) {
-    if (a.size() != b.size() || a.empty()) {
-        return INFINITY;
-    }
-    const float * x = (const float *) a.data(), * y = (const float *) b.data();
+static double relative_error(const float * x, const float * y, const size_t n) {
     double num = 0.0, den = 1e-30;
-    for (size_t i = 0; i < a.size()/sizeof(float); ++i) {
+    for (size_t i = 0; i < n; ++i) {
         num += double(x[i] - y[i])*(x[i] - y[i]);
         den += double(y[i])*y[i];
     }
     return sqrt(num/den);
+}
+
+static double relative_error(const bytes & a, const bytes & b) {
+    return a.size() != b.size() || a.empty() ? INFINITY : relative_error((const float *) a.data(), (const float *) b.data(), a.size()/sizeof(float));
 }
 
 static void report(const bool good, const std::string & what) {
@@ -464,6 +479,15 @@ static void check_write_and_attention(const attention & p) {
     report(e < (p.n_window ? 2e-3 : 1e-3), s + text(p));
 }
 
+static const int OSCAR2 = 5;       // in place of bits
+
+static ggml_type member(const int bits, const int d) {
+    return kvq_type_for_head(bits == 2 ? GGML_TYPE_TURBO2_128 : bits == 3 ? GGML_TYPE_TURBO3_128 : bits == 4 ? GGML_TYPE_TURBO4_128 : GGML_TYPE_OSCAR2_128, d);
+}
+static ggml_type type_of(const int store, const int d) {
+    return store == 16 ? GGML_TYPE_F16 : store == 8 ? GGML_TYPE_Q8_0 : member(store, d);
+}
+
 // Calibrated transforms as libllama builds them: keys minus a mean times a matrix, queries times another.
 struct transform {
     int d, heads_kv, gqa, tokens;
@@ -477,8 +501,8 @@ static transform_data make_data(const transform & p) {
         cache_data(GGML_TYPE_F16, p.d, int64_t(p.d)*p.heads_kv), cache_data(GGML_TYPE_F16, p.d, int64_t(p.d)*p.heads_kv) };
 }
 
-// returns the queries; *keys are the keys
-static ggml_tensor * build_transform(const transform & p, const transform_data & d, graph_build & b, ggml_tensor ** keys) {
+// of q [d, heads, tokens] and k; returns the queries, *keys are the keys
+static ggml_tensor * build_transform(const transform & p, const transform_data & d, graph_build & b, ggml_tensor * q, ggml_tensor * k, ggml_tensor ** keys) {
     const int64_t n = p.d, heads = p.heads_kv;
     auto product = [&](const bytes & matrix, ggml_tensor * x, const int mark) {
         ggml_tensor * y = ggml_mul_mat(b.ctx, b.input(GGML_TYPE_F16, { n, n, heads }, matrix), x);
@@ -486,13 +510,22 @@ static ggml_tensor * build_transform(const transform & p, const transform_data &
         y->op_params[KVQ_PRODUCT_PARAM] = p.marked ? mark : 0;
         return y;
     };
-    ggml_tensor * k = b.input(GGML_TYPE_F32, { n, heads, p.tokens }, d.k), * q = b.input(GGML_TYPE_F32, { n, heads*p.gqa, p.tokens }, d.q);
     ggml_tensor * centred = p.mean ? ggml_sub(b.ctx, k, b.input(GGML_TYPE_F32, { n, heads }, d.mean)) : k;
     ggml_tensor * kt = product(d.k_in, ggml_permute(b.ctx, centred, 0, 2, 1, 3), KVQ_PRODUCT_KEYS);
     kt = p.tokens == 1 || heads == 1 ? ggml_reshape_3d(b.ctx, kt, n, heads, p.tokens) : ggml_cont(b.ctx, ggml_permute(b.ctx, kt, 0, 2, 1, 3));
+    ggml_tensor * x = p.tokens == 1 ? ggml_reshape_3d(b.ctx, q, n, p.gqa, heads) : ggml_permute(b.ctx, q, 0, 2, 1, 3);
+    ggml_build_forward_expand(b.graph, x);
     ggml_build_forward_expand(b.graph, kt);
     *keys = kt;
-    return product(d.q_in, p.tokens == 1 ? ggml_reshape_3d(b.ctx, q, n, p.gqa, heads) : ggml_permute(b.ctx, q, 0, 2, 1, 3), KVQ_PRODUCT_QUERIES);
+    ggml_tensor * y = product(d.q_in, x, KVQ_PRODUCT_QUERIES);
+    y->src[2] = kt;     // nothing that the products read is overwritten before the last of them
+    y->src[3] = k;
+    return y;
+}
+
+static ggml_tensor * build_transform(const transform & p, const transform_data & d, graph_build & b, ggml_tensor ** keys) {
+    ggml_tensor * k = b.input(GGML_TYPE_F32, { p.d, p.heads_kv, p.tokens }, d.k), * q = b.input(GGML_TYPE_F32, { p.d, int64_t(p.heads_kv)*p.gqa, p.tokens }, d.q);
+    return build_transform(p, d, b, q, k, keys);
 }
 
 static void check_transform(const transform & p) {
@@ -526,19 +559,206 @@ static void check_transforms(const bool quick) {
     }
 }
 
-static const int OSCAR2 = 5;       // in place of bits
-
-static ggml_type member(const int bits, const int d) {
-    return kvq_type_for_head(bits == 2 ? GGML_TYPE_TURBO2_128 : bits == 3 ? GGML_TYPE_TURBO3_128 : bits == 4 ? GGML_TYPE_TURBO4_128 : GGML_TYPE_OSCAR2_128, d);
-}
-static ggml_type type_of(const int store, const int d) {
-    return store == 16 ? GGML_TYPE_F16 : store == 8 ? GGML_TYPE_Q8_0 : member(store, d);
-}
-
 static attention P(const int k, const int v, const int d, const int heads_kv, const int gqa, const int tokens, const int seqs, const int n_kv) {
     attention p;
     p.tk = type_of(k, d); p.tv = type_of(v, d); p.dk = p.dv = d; p.heads_kv = heads_kv; p.gqa = gqa; p.tokens = tokens; p.seqs = seqs; p.n_kv = n_kv;
     return p;
+}
+
+// A layer's step of decoding as libllama builds it: norm and RoPE of queries and keys, their calibrated transforms, what is written to the cache and to the
+// f16 window, and attention. Nodes of the first parts stand where launches join them, or as upstream has them.
+struct step {
+    int  k, v, d, heads_kv, gqa, tokens;
+    bool norm = true, neox = true, factors = false, yarn = false;
+    int  n_dims = 0;                    // values that turn; 0: all
+    bool window = false, transform = false, attends = false;
+    bool kept = false;                  // turned queries and keys have other readers
+    bool one_product = false;           // Q, K and V are parts of one tensor
+    bool own_memory = false;            // a tensor each, instead of a graph's memory, where they are turned in place
+    bool apart = false;                 // the order of upstream
+};
+
+struct step_data { bytes qkv, weight[2], pos, factors, k, v, k16, v16, index, index16, mask, mask16; transform_data transform; };
+
+static const int STEP_CELLS = 256, STEP_WINDOW = 64;
+
+static step_data make_data(const step & p, const ggml_type tk, const ggml_type tv) {
+    const int64_t row = int64_t(p.d)*p.heads_kv;
+    step_data d;
+    d.qkv = gaussian(size_t(row)*(p.gqa + 2)*p.tokens, 2.0f);
+    for (bytes & w : d.weight) { w = gaussian(p.d, 1.0f); }
+    d.factors = gaussian(p.d/2, 0.3f);
+    for (int i = 0; i < p.d/2; ++i) { ((float *) d.factors.data())[i] = 1.5f + std::abs(((float *) d.factors.data())[i]); }
+    d.pos.resize(size_t(4)*p.tokens);
+    d.index.resize(size_t(8)*p.tokens);
+    d.index16.resize(size_t(8)*p.tokens);
+    for (int i = 0; i < p.tokens; ++i) {                // of several sequences
+        ((int32_t *) d.pos.data())[i] = 100 + 371*i % 1000;
+        ((int64_t *) d.index.data())[i] = (31*i + 17) % STEP_CELLS;
+        ((int64_t *) d.index16.data())[i] = (7*i + 3) % STEP_WINDOW;
+    }
+    d.k   = cache_data(tk, row, STEP_CELLS + 2);
+    d.v   = cache_data(tv, row, STEP_CELLS + 2);
+    d.k16 = cache_data(kvq_window_type(tk), row, STEP_WINDOW);
+    d.v16 = cache_data(kvq_window_type(tv), row, STEP_WINDOW);
+    d.mask.assign(size_t(2)*STEP_CELLS*p.tokens, 0);
+    d.mask16.assign(size_t(2)*STEP_WINDOW*p.tokens, 0);
+    if (p.transform) {
+        d.transform = make_data(transform { p.d, p.heads_kv, p.gqa, p.tokens, true, true });
+    }
+    return d;
+}
+
+struct step_nodes { ggml_tensor * q, * k, * cache[4], * out; };     // queries and keys as attention and the cache get them; K, V and their windows
+
+static step_nodes build_step(const step & p, const step_data & d, const ggml_type tk, const ggml_type tv, graph_build & b) {
+    const int64_t n = p.d, heads = p.heads_kv, heads_q = heads*p.gqa, tokens = p.tokens, row = n*heads;
+    ggml_context * ctx = b.ctx;
+    step_nodes out = {};
+    // what products give: a node, whose memory is free once it is read
+    ggml_tensor * qkv = ggml_scale(ctx, b.input(GGML_TYPE_F32, { n*(heads_q + 2*heads), tokens }, d.qkv), 0.5f);
+    auto product = [&](const int64_t n_head, const int64_t first) {
+        ggml_tensor * x = ggml_view_3d(ctx, qkv, n, n_head, tokens, n*sizeof(float), qkv->nb[1], first*n*sizeof(float));
+        return p.one_product ? x : ggml_reshape_3d(ctx, ggml_scale(ctx, ggml_cont_2d(ctx, x, n*n_head, tokens), 1.0f), n, n_head, tokens);
+    };
+    ggml_tensor * q = product(heads_q, 0), * k = product(heads, heads_q), * v = product(heads, heads_q + heads);
+    if (!p.apart) {
+        for (ggml_tensor * t : { q, k, v }) { ggml_build_forward_expand(b.graph, t); }
+    }
+    ggml_tensor * pos = b.input(GGML_TYPE_I32, { tokens }, d.pos), * factors = p.factors ? b.input(GGML_TYPE_F32, { n/2 }, d.factors) : nullptr;
+    auto turned = [&](ggml_tensor * x, const bytes & weight) {
+        x = p.norm ? ggml_mul(ctx, ggml_rms_norm(ctx, x, 1e-6f), b.input(GGML_TYPE_F32, { n }, weight)) : x;
+        x = ggml_rope_ext(ctx, x, pos, factors, p.n_dims ? p.n_dims : p.d, p.neox ? GGML_ROPE_TYPE_NEOX : GGML_ROPE_TYPE_NORMAL, 128, 10000.0f,
+            p.yarn ? 0.25f : 1.0f, p.yarn ? 1.0f : 0.0f, p.yarn ? 1.2f : 1.0f, 32.0f, 1.0f);
+        if (p.kept) {
+            ggml_set_output(x);
+        }
+        return x;
+    };
+    q = turned(q, d.weight[0]);
+    if (p.apart) {
+        ggml_build_forward_expand(b.graph, q);
+        ggml_build_forward_expand(b.graph, v);
+    }
+    k = turned(k, d.weight[1]);
+    out.q = q;
+    out.k = k;
+    if (p.transform) {
+        const transform t = { p.d, p.heads_kv, p.gqa, p.tokens, true, true };
+        q = build_transform(t, d.transform, b, q, k, &out.k);
+        k = out.k;
+        out.q = q;
+        q = tokens == 1 ? ggml_reshape_3d(ctx, q, n, heads_q, 1) : ggml_permute(ctx, q, 0, 2, 1, 3);
+    }
+    ggml_build_forward_expand(b.graph, q);
+    ggml_build_forward_expand(b.graph, v);
+    ggml_build_forward_expand(b.graph, k);
+    ggml_tensor * x[2] = { k, v }, * at = b.input(GGML_TYPE_I64, { tokens }, d.index), * at16 = p.window ? b.input(GGML_TYPE_I64, { tokens }, d.index16) : nullptr;
+    const bytes * old[4] = { &d.k, &d.v, &d.k16, &d.v16 };
+    ggml_tensor * heads_of[4] = {};
+    for (int i = 0; i < (p.window ? 4 : 2); ++i) {
+        const ggml_type cache = i % 2 ? tv : tk, type = i < 2 ? cache : kvq_window_type(cache);
+        const int64_t cells = i < 2 ? STEP_CELLS : STEP_WINDOW;
+        out.cache[i] = b.input(type, { row, i < 2 ? cells + 2 : cells }, *old[i]);
+        ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, out.cache[i], ggml_view_2d(ctx, x[i % 2], row, tokens, x[i % 2]->nb[2], 0), i < 2 ? at : at16));
+        heads_of[i] = ggml_permute(ctx, ggml_view_3d(ctx, out.cache[i], n, heads, cells, ggml_row_size(type, n), out.cache[i]->nb[1], 0), 0, 2, 1, 3);
+    }
+    out.out = out.q;
+    if (p.attends) {
+        out.out = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), heads_of[0], heads_of[1], b.input(GGML_TYPE_F16, { STEP_CELLS, tokens }, d.mask),
+            1.0f/sqrtf(float(n)), 0.0f, 0.0f);
+        ggml_prec_set_acc(out.out, GGML_PREC_F32);
+        if (p.window) {
+            out.out->src[9]  = heads_of[2];
+            out.out->src[10] = heads_of[3];
+            out.out->src[11] = b.input(GGML_TYPE_F16, { STEP_WINDOW, tokens }, d.mask16);
+        }
+    }
+    return out;
+}
+
+static std::string text(const step & p) {
+    char s[256];
+    snprintf(s, sizeof(s), "step %d/%d d %d kv heads %d gqa %d tokens %d%s%s%s%s turns %d%s%s%s%s%s%s%s", p.k, p.v, p.d, p.heads_kv, p.gqa, p.tokens, p.norm ? " norm" : "", p.neox ? " neox" : "",
+        p.factors ? " factors" : "", p.yarn ? " yarn" : "", p.n_dims ? p.n_dims : p.d, p.window ? " window" : "", p.transform ? " transform" : "", p.attends ? " attention" : "",
+        p.kept ? " kept" : "", p.one_product ? " one product" : "", p.own_memory ? " own memory" : "", p.apart ? " apart" : "");
+    return s;
+}
+
+static std::vector<float> to_floats(const ggml_type type, const bytes & x) {
+    std::vector<float> y(x.size()/ggml_type_size(type)*ggml_blck_size(type));
+    if (type == GGML_TYPE_F32) {
+        memcpy(y.data(), x.data(), x.size());
+    } else {
+        ggml_get_type_traits(type)->to_float(x.data(), y.data(), int64_t(y.size()));
+    }
+    return y;
+}
+
+static void check_step(const step & p) {
+    if (!mine()) {
+        return;
+    }
+    const ggml_type tk = type_of(p.k, p.d), tv = type_of(p.v, p.d);
+    const step_data d = make_data(p, tk, tv);
+    const char * names[] = { "queries", "keys", "K", "V", "the window of K", "the window of V", "attention" };
+    // turns differ by the GPU's sines, and a value between two levels takes the other one now and then
+    const double limits[] = { p.transform ? 2e-3 : 1e-3, p.transform ? 2e-3 : 1e-3, 6e-2, 0.0, 3e-3, 0.0, 3e-2 };
+    for (int what = 0; what < 7; ++what) {
+        const bool there = what < 2 ? what == 0 || p.kept : what < 4 || (what < 6 ? p.window : p.attends);
+        if (!there) {
+            continue;
+        }
+        ggml_type type = GGML_TYPE_F32;
+        auto build = [&](graph_build & b, ggml_tensor ** watch) {
+            const step_nodes nodes = build_step(p, d, tk, tv, b);
+            *watch = what == 0 ? nodes.q : what == 1 ? nodes.k : what == 6 ? nodes.out : nodes.cache[what - 2];
+            type = (*watch)->type;
+            return nodes.out;
+        };
+        const bytes a = compute(gpu, build, !p.own_memory), b = compute(cpu, build, !p.own_memory);
+        const std::vector<float> x = to_floats(type, a), y = to_floats(type, b);
+        const double e = a.empty() ? INFINITY : relative_error(x.data(), y.data(), x.size());
+        char s[96];
+        snprintf(s, sizeof(s), "error %.2e above %.0e: %s of ", e, limits[what], names[what]);
+        report(e <= limits[what], s + text(p));
+    }
+}
+
+static void check_steps(const bool quick) {
+    auto with = [](step p, const std::function<void(step &)> & change) {
+        change(p);
+        check_step(p);
+    };
+    const step plain = { 3, 3, 128, 8, 4, 1 }, calibrated = [] { step p = { OSCAR2, 2, 128, 8, 4, 1 }; p.transform = p.window = true; return p; }();
+    with(plain,      [](step & p) { p.window = p.attends = true; });
+    with(plain,      [](step & p) { p.window = p.attends = p.apart = true; });
+    with(plain,      [](step & p) { p.tokens = 3; p.norm = p.neox = false; p.factors = true; p.kept = true; });
+    with(plain,      [](step & p) { p.tokens = 8; p.n_dims = 64; p.yarn = p.own_memory = p.kept = true; p.heads_kv = 2; });
+    with(plain,      [](step & p) { p.d = 256; p.heads_kv = 1; p.tokens = 2; p.window = p.attends = true; });
+    with(calibrated, [](step & p) { p.attends = true; });
+    with(calibrated, [](step & p) { p.tokens = 3; p.norm = p.neox = false; p.factors = p.kept = p.own_memory = true; p.heads_kv = 2; });
+    with(calibrated, [](step & p) { p.tokens = 8; p.n_dims = 64; p.yarn = true; p.heads_kv = 2; });
+    if (quick) {
+        return;
+    }
+    for (const int d : { 64, 80, 96, 112, 128, 192, 256, 512 }) {
+        for (const int tokens : { 1, 3, 8, 9 }) {
+            for (const bool neox : { false, true }) {
+                for (const bool transform : { false, true }) {
+                    step p = { transform ? OSCAR2 : 2 + tokens % 3, 2, d, 2, 3, tokens };
+                    p.neox = neox; p.transform = transform; p.attends = d != 192;
+                    check_step(p);
+                    p.window = p.factors = true; p.norm = false;   check_step(p);
+                    p.kept = p.yarn = true; p.n_dims = d/2;        check_step(p);
+                    p.own_memory = p.norm = true; p.n_dims = 24;   check_step(p);
+                    p.kept = false; p.one_product = true;          check_step(p);
+                    p.kept = true; p.own_memory = false;           check_step(p);
+                    p.apart = true;                                check_step(p);
+                }
+            }
+        }
+    }
 }
 
 static void check_windows(const bool quick) {
@@ -730,6 +950,7 @@ static void check_host() {
 
 static void check_all(const bool quick) {
     check_transforms(quick);
+    check_steps(quick);
     if (quick) {
         check_rows(member(3, 128));
         check_rows(member(2, 80));
@@ -952,6 +1173,22 @@ static void time_transforms() {
     }
 }
 
+// The launches of a layer from the products to attention at 256 tokens, joined and in upstream's order. Every layer's products are copies, a launch each.
+static void time_steps() {
+    for (const bool transform : { false, true }) {
+        for (const int tokens : { 1, 2, 8 }) {
+            for (const bool apart : { true, false }) {
+                step p = { transform ? OSCAR2 : 3, transform ? 2 : 3, 128, 8, 4, tokens };
+                p.window = p.attends = true; p.transform = transform; p.apart = apart;
+                const ggml_type tk = type_of(p.k, p.d), tv = type_of(p.v, p.d);
+                const step_data d = make_data(p, tk, tv);
+                const double s = seconds_of(gpu, [&](graph_build & b, int) { return build_step(p, d, tk, tv, b).out; }, 16, 15);
+                printf("a layer's step, %s, window %d, tokens %d, %s: %6.2f us\n", transform ? "oscar2 and turbo2 calibrated" : "turbo3", STEP_WINDOW, tokens, apart ? "apart" : "joined", s*1e6);
+            }
+        }
+    }
+}
+
 // what an f16 window of 64 + 256 rows and a key bias add, in a quarter of the pairs and in all
 static void time_parts() {
     const double rate = time_copy();
@@ -979,6 +1216,7 @@ static void time_parts() {
 static void time_all() {
     const double rate = time_copy();
     time_transforms();
+    time_steps();
     const ggml_type types[] = { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_TURBO2_128, GGML_TYPE_TURBO3_128, GGML_TYPE_TURBO4_128, GGML_TYPE_OSCAR2_128 };
     for (const int n_kv : { 256, 4096, 32768, 131072 }) {
         for (const ggml_type t : types) {
@@ -1041,6 +1279,8 @@ int main(int argc, char ** argv) {
     } else {
         if (mode == "host") {
             check_host();
+        } else if (mode == "steps") {
+            check_steps(false);
         } else {
             check_all(mode == "quick");
         }

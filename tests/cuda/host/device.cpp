@@ -139,6 +139,7 @@ static void allow_tensors(const ggml_cgraph * graph, const int first, const int 
 static ggml_status compute(ggml_backend_t, ggml_cgraph * graph) {
     static const ggml_backend_t cpu = ggml_backend_cpu_init();
     static ggml_backend_cuda_context context;
+    static const bool trace = setting("CUDA_HOST_TRACE", 0);
     for (int i = 0; i < graph->n_nodes; ++i) {
         ggml_tensor * node = graph->nodes[i];
         node->flags |= GGML_TENSOR_FLAG_COMPUTE;
@@ -148,8 +149,12 @@ static ggml_status compute(ggml_backend_t, ggml_cgraph * graph) {
         if (ggml_op_is_empty(node->op)) {
             continue;
         }
-        allow_tensors(graph, i, i + 16);
-        if (const int n_done = kvq_cuda_try_fuse(context, graph, i)) {
+        allow_tensors(graph, i, i + 24);
+        const int n_done = kvq_cuda_try_fuse(context, graph, i);
+        if (trace) {
+            printf("node %s %s, %d more\n", ggml_op_name(node->op), node->name, n_done);
+        }
+        if (n_done) {
             i += n_done;
         } else if (kvq_cuda_owns(node)) {
             allow_tensors(graph, i, i);
