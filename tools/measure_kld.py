@@ -31,7 +31,7 @@ from pykvq.engine import Context, Model, kl_divergence, quiet_log   # noqa: E402
 from pykvq.evaluation.logits import surprise     # noqa: E402
 from pykvq.formats import FAMILIES               # noqa: E402
 from pykvq.ggml_tensor import Tensor, op_number  # noqa: E402
-from pykvq.support import effective_type         # noqa: E402
+from pykvq.support import OURS, effective_type   # noqa: E402
 
 
 def codec_callback(pair: tuple[str, str]):
@@ -143,7 +143,7 @@ def main() -> None:
         print("| cache | window | KL kernel | KL reference | ratio | p99 | perplexity | same top |\n|---|---|---|---|---|---|---|---|", flush=True)
         windows = [tuple(map(int, w.split(","))) for w in a.windows or []] or [(None, None) if a.kernel_only else (0, 0)]
         results = []
-        for name, pair, window in ((n, p, w) for n, p in pairs.items() for w in (windows if set(p) & set(FAMILIES) else windows[:1])):
+        for name, pair, window in ((n, p, w) for n, p in pairs.items() for w in (windows if set(p) & set(OURS) else windows[:1])):
             kernel, reference = Score(), Score()
             for e, x, c in zip(exact, run(pair, window=window), chunks):
                 kernel.add(e, x, c)
