@@ -64,6 +64,23 @@ def test_a_changed_divergence_makes_its_page_stale(monkeypatch):
     assert divergence.page() != divergence.PAGE.read_text()
 
 
+def test_added_rows_replace_the_same_and_no_others(tmp_path, monkeypatch):
+    for path in divergence.DATA.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(divergence, "DATA", tmp_path)
+    before = divergence.load()
+    run = next(r for r in before if len(r["rows"]) > 2)
+    (tmp_path / "new").mkdir()
+    new = tmp_path / "new/run.json"
+    new.write_text(json.dumps({k: v for k, v in run.items() if k != "file"} | {"rows": [run["rows"][1] | {"kl": 0.123456789}]}))
+    divergence.add([new])
+
+    def rows(runs):
+        return {(divergence.setting(r), tuple(x["types"]), tuple(x["window"])): x["kl"] for r in runs for x in r["rows"]}
+    after, key = rows(divergence.load()), (divergence.setting(run), tuple(run["rows"][1]["types"]), tuple(run["rows"][1]["window"]))
+    assert after == rows(before) | {key: 0.12346}
+
+
 def test_q4_0_is_beaten_with_fewer_bits_where_keys_have_a_bias():
     """README: at 4,096 tokens calibrated turbo3 is below a hundredth of q4_0's divergence on the Qwen models, oscar2 below a thirtieth."""
     for name in ("qwen25coder-0.5b", "qwen25coder-1.5b"):

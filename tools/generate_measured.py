@@ -138,7 +138,12 @@ def write(pages: dict[Path, str], description: str) -> int:
     """The command line of a generator of these pages; its exit code."""
     ap = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
-    check, stale = ap.parse_args().check, False
+    return update(pages, ap.parse_args().check)
+
+
+def update(pages: dict[Path, str], check: bool) -> int:
+    """Write the pages that are stale, or only say so; the exit code."""
+    stale = False
     for path, text in pages.items():
         if not path.exists() or path.read_text() != text:
             stale = True
