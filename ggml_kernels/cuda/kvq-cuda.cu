@@ -316,8 +316,8 @@ static bool kvq_joins(const ggml_tensor * t, const ggml_tensor * const * others,
     return true;
 }
 
-// Whether the launch of `writes`, which ends with node `last`, may do these turns. Those that nothing else reads lose their output; of the others, a row is
-// written by the warp that has read it, or where the launch reads nothing.
+// Whether the launch of `writes`, which ends with node `last`, may do these turns. Those that nothing else reads lose their output; that of the others must not lie
+// where the launch reads.
 static bool kvq_rotaries_fit(const ggml_cgraph * graph, kvq_rotary_nodes * turns, const int n_turns, const int last, const ggml_tensor * const * writes, const int n) {
     for (int t = 0; t < n_turns; ++t) {
         const ggml_tensor * rope = turns[t].rope;
@@ -337,9 +337,7 @@ static bool kvq_rotaries_fit(const ggml_cgraph * graph, kvq_rotary_nodes * turns
             continue;
         }
         for (int other = 0; other < n_turns; ++other) {
-            const ggml_tensor * source = turns[other].source;
-            const bool in_place = other == t && !n_written && source->data == rope->data && source->nb[1] == rope->nb[1] && source->nb[2] == rope->nb[2];
-            if (!in_place && kvq_overlap(rope, source)) {
+            if (kvq_overlap(rope, turns[other].source)) {
                 return false;
             }
         }

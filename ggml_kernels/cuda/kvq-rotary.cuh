@@ -86,7 +86,7 @@ template <int N> struct kvq_rotary_block {
     }
 };
 
-// Row number `row` of t.y, one warp, with the wait for the launch before. In place too: a lane writes where it alone has read.
+// Row number `row` of t.y, one warp, with the wait for the launch before.
 static __device__ __forceinline__ void kvq_rotary_row(const kvq_rotary & t, const int row, const int lane) {
     constexpr int P = 4;                        // pairs of a lane that are worked on at once
     const int token = row/t.n_head, head = row - token*t.n_head, half = t.n_dims/2, pos = t.pos[token];

@@ -414,11 +414,23 @@ static ggml_tensor * token_major(ggml_context * ctx, ggml_tensor * x) {
     return ggml_cont(ctx, ggml_permute(ctx, x, 0, 2, 1, 3));
 }
 
-// The products of a layer stand side by side in the graph, and nothing that they read is overwritten before the last of them:
-// further sources, which a product does not look at, say so.
-static void after(ggml_tensor * x, ggml_tensor * k, ggml_tensor * transformed_k) {
+// what norm and RoPE, or RoPE alone, were made from
+static ggml_tensor * before_rope(ggml_tensor * x) {
+    if (x->op != GGML_OP_ROPE) {
+        return x;
+    }
+    x = x->src[0];
+    return x->op == GGML_OP_MUL && x->src[0]->op == GGML_OP_RMS_NORM ? x->src[0]->src[0] : x;
+}
+
+// The products of a layer stand side by side in the graph, and nothing that they read, or would read with norm and RoPE on the way, is overwritten before the
+// last of them: further sources, which a product does not look at, say so.
+static void after(ggml_tensor * x, ggml_tensor * q, ggml_tensor * k, ggml_tensor * transformed_k) {
     x->src[2] = transformed_k;
     x->src[3] = k;
+    x->src[4] = before_rope(q);
+    x->src[5] = before_rope(k);
+    x->src[6] = k->op == GGML_OP_ROPE ? k->src[1] : nullptr;     // positions
 }
 
 // x [d, n_head, n] to the same shape; of one token, the query heads of a KV head are columns of one product. k: the keys, null
@@ -429,7 +441,7 @@ static ggml_tensor * transformed_queries(ggml_context * ctx, const kvq_layer & t
     ggml_tensor * x = columns ? product(ctx, t.q_in, ggml_reshape_3d(ctx, q, d, n_head/n_head_kv, n_head_kv), KVQ_PRODUCT_QUERIES)
                               : per_head(ctx, t.q_in, q, KVQ_PRODUCT_QUERIES);
     if (k) {
-        after(x, k, transformed_k);
+        after(x, q, k, transformed_k);
     }
     return columns ? ggml_reshape_3d(ctx, x, d, n_head, 1) : ggml_permute(ctx, x, 0, 2, 1, 3);
 }
@@ -474,15 +486,6 @@ ggml_tensor * llama_kv_cache::kvq_restore_keys(ggml_context * ctx, ggml_tensor *
 ggml_tensor * llama_kv_cache::kvq_transform_keys(ggml_context * ctx, ggml_tensor * k, int32_t il) const {
     const kvq_layer & t = *layers[map_layer_ids.at(il)].kvq;
     return t.k_in ? transformed_keys(ctx, t, k) : k;
-}
-
-// what norm and RoPE, or RoPE alone, were made from
-static ggml_tensor * before_rope(ggml_tensor * x) {
-    if (x->op != GGML_OP_ROPE) {
-        return x;
-    }
-    x = x->src[0];
-    return x->op == GGML_OP_MUL && x->src[0]->op == GGML_OP_RMS_NORM ? x->src[0]->src[0] : x;
 }
 
 // The products of a layer come first, so that norm, RoPE, transforms and writes stand side by side: a backend can join them (kvq-rotary.h).

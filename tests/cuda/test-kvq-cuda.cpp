@@ -574,7 +574,7 @@ struct step {
     bool window = false, transform = false, attends = false;
     bool kept = false;                  // turned queries and keys have other readers
     bool one_product = false;           // Q, K and V are parts of one tensor
-    bool own_memory = false;            // a tensor each, instead of a graph's memory, where they are turned in place
+    bool own_memory = false;            // a tensor each, instead of a graph's memory
     bool apart = false;                 // the order of upstream
 };
 
@@ -635,6 +635,7 @@ static step_nodes build_step(const step & p, const step_data & d, const ggml_typ
         }
         return x;
     };
+    ggml_tensor * const products[2] = { q, k };
     q = turned(q, d.weight[0]);
     if (p.apart) {
         ggml_build_forward_expand(b.graph, q);
@@ -648,6 +649,9 @@ static step_nodes build_step(const step & p, const step_data & d, const ggml_typ
         q = build_transform(t, d.transform, b, q, k, &out.k);
         k = out.k;
         out.q = q;
+        q->src[4] = products[0];
+        q->src[5] = products[1];
+        q->src[6] = pos;
         q = tokens == 1 ? ggml_reshape_3d(ctx, q, n, heads_q, 1) : ggml_permute(ctx, q, 0, 2, 1, 3);
     }
     ggml_build_forward_expand(b.graph, q);
@@ -746,8 +750,9 @@ static void check_steps(const bool quick) {
         for (const int tokens : { 1, 3, 8, 9 }) {
             for (const bool neox : { false, true }) {
                 for (const bool transform : { false, true }) {
-                    step p = { transform ? OSCAR2 : 2 + tokens % 3, 2, d, 2, 3, tokens };
-                    p.neox = neox; p.transform = transform; p.attends = d != 192;
+                    const int bits = 2 + tokens % 3;
+                    step p = { transform ? OSCAR2 : bits, transform ? 2 : bits, d, 2, 3, tokens };
+                    p.neox = neox; p.transform = transform; p.attends = d == 128;
                     check_step(p);
                     p.window = p.factors = true; p.norm = false;   check_step(p);
                     p.kept = p.yarn = true; p.n_dims = d/2;        check_step(p);

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_host import GRID, KERNELS, MISSING, ROOT, WATCHED, Machine
+from cuda_host import GRID, KERNELS, MISSING, PLAIN, ROOT, WATCHED, Machine
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not on this machine: {', '.join(MISSING)}")
 
@@ -38,6 +38,25 @@ def program(tmp_path_factory):
 def test_operations_match_the_cpu(program, mode):
     """Rows bit for bit, attention within the limits of the GPU's test."""
     run_parts(program, 4, mode)
+
+
+@pytest.mark.slow
+def test_steps_match_the_cpu(program):
+    """Norm and RoPE in the launches that read them, at every head size and with every option."""
+    run_parts(program, 4, "steps")
+
+
+@pytest.mark.parametrize("case, launches", [("step", ["RMS_NORM 13", "FLASH_ATTN_EXT 0"]), ("calibrated step", ["RMS_NORM 11", "SET_ROWS 6", "FLASH_ATTN_EXT 0"]),
+                                            ("large step", None)])
+def test_norm_and_rope_have_no_launch_of_their_own(cases, tmp_path, case, launches):
+    """Of up to eight tokens; the first node of every launch behind the products and the number of nodes that it did beside it."""
+    done = subprocess.run([Machine().program(tmp_path / "steps", cases)], capture_output=True, text=True, env={**os.environ, "CASE": case, "CUDA_HOST_TRACE": "1"})
+    assert done.returncode == 0, done.stdout[-2000:]
+    nodes = re.findall(r"^node (\w+) .*, (\d+) more$", done.stdout, flags=re.M)
+    if launches:
+        assert [f"{op} {n}" for op, n in nodes if op not in ("SCALE", "CONT")][:len(launches)] == launches
+    else:
+        assert ("ROPE", "0") in nodes
 
 
 @pytest.mark.slow
@@ -74,6 +93,17 @@ CASES = {
     "prefill": "P(3, 3, 64, 1, 2, 32, 1, 200)", "wgmma": "P(3, 3, 64, 1, 4, 32, 1, 460)",
 }
 
+# a layer's step of decoding, see build_step
+STEP = "step p = {{ {shape} }}; {options} check_step(p);"
+STEPS = {
+    "step": STEP.format(shape="3, 3, 128, 8, 4, 1", options="p.window = p.attends = true;"),
+    "large step": STEP.format(shape="3, 3, 128, 2, 4, 9", options=""),
+    "kept step": STEP.format(shape="3, 3, 128, 2, 2, 3", options="p.kept = p.factors = p.own_memory = true; p.neox = false;"),
+    "kept step in shared memory": STEP.format(shape="3, 3, 128, 2, 2, 3", options="p.kept = true;"),
+    "calibrated step": STEP.format(shape="OSCAR2, 2, 128, 8, 4, 1", options="p.transform = p.window = p.attends = true;"),
+    "calibrated step of several": STEP.format(shape="OSCAR2, 2, 128, 2, 2, 3", options="p.transform = p.kept = p.factors = p.own_memory = true; p.n_dims = 64;"),
+}
+
 # name: (file, part of the source, what it becomes, source that is compiled anew, case, what must be said; an empty text is a wrong result)
 FAULTS = {
     "stage filled while it is read": ("kvq-decode.cuh", r"__syncthreads\(\);(\s*fetch\(tile \+ S::STAGES - 1\);)", r"\1", WHOLE_TILES, "linear", "that another thread reads, without a barrier"),
@@ -95,9 +125,21 @@ FAULTS = {
     "sums halved without a barrier": ("kvq-combine.cuh", r"(const int half = \(rows \+ 1\)/2;\s*)__syncthreads\(\);", r"\1", "instances/kvq-prefill-64.cu", "prefill", "without a barrier"),
     "launch before not waited for": ("kvq-combine.cuh", r"kvq_pdl_wait\(\);\s*kvq_pdl_launch\(\);", "", "instances/kvq-prefill-64.cu", "prefill", "before the wait for the launch before"),
     "result behind the end": ("kvq-combine.cuh", r"float \* out = a\.dst \+ row\*DV;", "float * out = a.dst + row*DV + 4;", "instances/kvq-prefill-64.cu", "prefill", "store outside the buffers"),
+    "partner of another pair": ("kvq-rotary.cuh", r"\(first \? i \+ half : i - half\) : i \^ 1;", "(first ? i + half - 1 : i - half) : i ^ 1;", "kvq-rows.cu", "step", ""),
+    "turned the other way": ("kvq-rotary.cuh", r"other\[r\] = first \? -angle\.y : angle\.y;", "other[r] = first ? angle.y : -angle.y;", "kvq-rows.cu", "step", ""),
+    "queries turned the other way": ("kvq-rotary.cuh", r"second\*angle\[p\]\.y;", "second*-angle[p].y;", "kvq-rows.cu", "step", ""),
+    "factors left out": ("kvq-rotary.cuh", r"if \(t\.factors\)", "if (t.factors && pair < 0)", "kvq-rows.cu", "kept step", ""),
+    "norm of half a row": ("kvq-rotary.cuh", r"i < t\.d; i \+= 32\)", "i < t.d/2; i += 32)", "kvq-rows.cu", "step", ""),
+    "turned keys not stored": ("kvq-cuda.cu", r"if \(n_written && kvq_used_within", "if (n_written || kvq_used_within", "kvq-cuda.cu", "kept step", ""),
+    "queries asked for while they are made": ("kvq-cuda.cu", r"if \(!made && next", "if (next", "kvq-cuda.cu", "step", "before the wait for the launch before"),
+    "keys stored where queries are read": ("kvq-cuda.cu", r"if \(kvq_overlap\(rope, turns\[other\]\.source\)\)", "if (n < 0)", "kvq-cuda.cu", "kept step in shared memory", ""),
+    "transform of a turn the other way": ("kvq-transform.cu", r"\(first \? -angle\.y : angle\.y\)", "(first ? angle.y : -angle.y)", "kvq-transform.cu", "calibrated step", ""),
+    "transform of the first token's turn": ("kvq-transform.cu", r"set_token\(token\[c\]\);", ";", "kvq-transform.cu", "calibrated step of several", ""),
+    "turn of columns without a barrier": ("kvq-transform.cu", r"__syncthreads\(\);(\s*set_token)", r"\1", "kvq-transform.cu", "calibrated step", "without a barrier"),
+    "transform that waits for nothing": ("kvq-transform.cu", r"kvq_pdl_wait\(\);", ";", "kvq-transform.cu", "calibrated step", "FAULT"),
 }
 # a compiler run each; the others wait for the slow tests
-QUICK = {"tile not shown to the tensor cores", "tile overwritten under a product", "sums halved without a barrier"}
+QUICK = {"queries asked for while they are made", "turned the other way", "tile not shown to the tensor cores", "tile overwritten under a product", "sums halved without a barrier"}
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +147,8 @@ def cases(tmp_path_factory):
     """The grid's program with a few cases in place of its grid, by name."""
     text = GRID.read_text()
     start = text.index("static void check_all(const bool quick) {")
-    lines = "".join(f'    if (name == "{name}") {{ check_attention({case}); }}\n' for name, case in CASES.items())
-    body = f'static void check_all(bool) {{\n    const std::string name = getenv("CASE");\n{lines}    if (name == "rows") {{ check_rows(member(3, 64)); }}\n    (void) check_transforms; (void) check_windows; (void) check_biases;\n}}\n'
+    lines = "".join(f'    if (name == "{name}") {{ {case} }}\n' for name, case in [*((n, f"check_attention({c});") for n, c in CASES.items()), *STEPS.items()])
+    body = f'static void check_all(bool) {{\n    const std::string name = getenv("CASE");\n{lines}    if (name == "rows") {{ check_rows(member(3, 64)); }}\n    (void) check_transforms; (void) check_steps; (void) check_windows; (void) check_biases;\n}}\n'
     end = text.index("\n}\n", start) + 3
     source = tmp_path_factory.mktemp("cuda-host-cases") / "cases.cpp"
     source.write_text(text[:start] + body + text[end:])
@@ -128,14 +170,14 @@ def test_planted_fault_is_found(cases, tmp_path, fault):
         made = planted.compile(kernels / "planted.cu", WATCHED)
     else:
         stands_for = Path(source).name
-        made = planted.compile(kernels / source, WATCHED)
+        made = planted.compile(kernels / source, PLAIN if source == "kvq-cuda.cu" else WATCHED)      # host code is not watched
     program = machine.program(tmp_path / "planted", cases, replaced={stands_for: made})
     done = subprocess.run([program], capture_output=True, text=True, env={**os.environ, "CASE": case, "CUDA_HOST_SM": "1"}, timeout=600)
     assert done.returncode == 1, done.stdout
     assert said in done.stdout if said else "FAIL" in done.stdout or "FAULT" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("case", ["wgmma", "prefill", *(pytest.param(c, marks=pytest.mark.slow) for c in ("linear", "short", "general", "rows"))])
+@pytest.mark.parametrize("case", ["wgmma", "prefill", *STEPS, *(pytest.param(c, marks=pytest.mark.slow) for c in ("linear", "short", "general", "rows"))])
 def test_cases_of_the_faults_are_right_without(cases, tmp_path, case):
     done = subprocess.run([Machine().program(tmp_path / "right", cases)], capture_output=True, text=True, env={**os.environ, "CASE": case, "CUDA_HOST_SM": "1"})
     assert done.returncode == 0 and "FAULT" not in done.stdout, done.stdout
