@@ -116,6 +116,17 @@ def test_the_default_is_the_most_that_the_caches_of_the_installation_can_return(
         assert best_key_bias(stats, path) == ("attn_k.bias" if bias else "none")
 
 
+@pytest.mark.parametrize("kind", ["none", "attn_k.bias"])
+def test_a_header_is_read_once_and_not_for_every_layer(tmp_path, monkeypatch, kind):
+    """The vocabulary in it makes that seconds."""
+    path = small(tmp_path / "m.gguf", "qwen2", heads=2, heads_kv=1, bias=1.0)
+    stats, read = calibrate(path, tokens=512, threads=1), []
+    index = GgufFile._index
+    monkeypatch.setattr(GgufFile, "_index", lambda self, cursor: (read.append(self.path), index(self, cursor)))
+    build(stats, path, kind)
+    assert read == [path]
+
+
 @pytest.mark.parametrize("make", [architectures.sliding_window, architectures.hybrid])
 def test_caches_that_know_no_positions_get_no_measured_bias(tmp_path, installed, make):
     path = make(tmp_path / "m.gguf")
