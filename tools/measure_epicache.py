@@ -18,9 +18,9 @@ Keys, several values of one joined by "+" for a row each:
 
   fraction   the budget is the history divided by it (4)              kv        cache type (f16)
   episodes   their number (chosen)                                    encoder   minilm, model, a GGUF file (auto)
-  reach      times the budget that is looked through (8)              around    tokens that stay together (7); 0: segments nearest
-  by         max, mean: of the attention of a question's tokens (max)
-  draft      tokens of a first answer whose attention counts too (0)
+  reach      times the budget that is looked through (8)              together  most tokens of an utterance that stay together (64); 0: segments nearest
+  by         max, mean: of the attention of a question's tokens (mean)
+  draft      tokens of a first answer that choose once more (8)
   whole      share of the budget for the segments nearest to the question as they are (0)
   block      tokens between two evictions (budget / 2)                layers    code, paper: layer budgets (none)
   prompt     most tokens of an episode's prompt (256)                 per       episodes that a question may read (2)
@@ -76,7 +76,7 @@ class Run:
     episodes: int = 0
     encoder: str = "auto"
     reach: float = Settings.reach
-    around: int = Settings.around
+    together: int = Settings.together
     by: str = Settings.by
     draft: int = Settings.draft
     whole: float = Settings.whole
@@ -254,7 +254,7 @@ def run_retrieval(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
 def run_epicache(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
     name, encode = setup.encoder(run.encoder)
     block, n = min(run.block or max(32, budget // 2), len(talk.history)), 1 if run.method == "global" else run.episodes or None
-    settings = Settings(prompt=run.prompt, episodes=n, reach=run.reach, around=run.around, by=run.by, draft=run.draft, whole=run.whole, per_question=run.per,
+    settings = Settings(prompt=run.prompt, episodes=n, reach=run.reach, together=run.together, by=run.by, draft=run.draft, whole=run.whole, per_question=run.per,
                         recall="question" if run.method == "epicache" else "episode")
     layers = None
     if run.layers:
@@ -269,7 +269,7 @@ def run_epicache(setup: Setup, run: Run, talk: Talk, budget: int) -> dict:
         ran: list[int] = []
         builder = Builder(context, capture, Plan(budget, block, layers, shared=shared), ran.append)
         keeper = Keeper(builder, encode, talk.closing(INSTRUCTION), lambda text: setup.model.tokenize(text, bos=False), settings)
-        memory, built, tokens = built_memory(setup, run, keeper, talk, (id(talk), budget, block, run.kv), ran)
+        memory, built, tokens = built_memory(setup, run, keeper, talk, (id(talk), budget, block, run.kv, bool(run.together)), ran)
         end = len(talk.history)
 
         def prepare(question: str, suffix: list[int]) -> int:
@@ -343,6 +343,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--questions", type=int, default=20, help="of each conversation")
     parser.add_argument("--conversations", type=int, default=1)
+    parser.add_argument("--skip", type=int, default=0, help="conversations before the first")
     parser.add_argument("--run", nargs="+", default=DEFAULT, metavar="METHOD[:KEY=VALUE,...]", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--gpu-layers", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="end before this much time has passed")
@@ -360,12 +361,13 @@ def main() -> None:
     quiet_log()
     with Model(args.model, args.gpu_layers) as model:
         setup = Setup(model, args)
-        talks = [Talk(model, sample, args.tokens, args.questions) for sample in json.loads(args.data.read_text())[:args.conversations]]
+        samples = json.loads(args.data.read_text())[args.skip:args.skip + args.conversations]
+        talks = [Talk(model, sample, args.tokens, args.questions) for sample in samples]
         if args.write_vectors:
             write_vectors(setup, talks, args.encoders, args.write_vectors)
             return
         try:
-            for run, (number, talk) in product(runs, enumerate(talks)):
+            for run, (number, talk) in product(runs, enumerate(talks, args.skip)):
                 setup.check()
                 try:
                     row = RUN[run.method](setup, run, talk, len(talk.history) // (1 if run.method == "full" else run.fraction))

@@ -83,33 +83,24 @@ class Builder:
             self._decode(part, cache.end)
             cache = self._grown(cache, len(part))
 
-    def read(self, archive: Archive, tokens: Sequence[int], pinned: int) -> Archive:
-        """`archive` with the rows of all of `tokens`, the whole history, from archive.end on: blocks that see the first `pinned` tokens and the
-        last ones inside the budget."""
-        end, recent = archive.end, max(0, self.plan.budget - pinned)
-        if end == len(tokens):
-            return archive
-        if end:
-            self.restore(archive.rows(np.array([*range(min(pinned, end)), *range(max(min(pinned, end), end - recent), end)])))
+    def append(self, archive: Archive, state: SequenceState | None, tokens: Sequence[int]) -> Archive:
+        """`archive` with the rows of the next tokens, a block at most, run behind `state`."""
+        if state:
+            self.restore(state)
         else:
             self.context.clear()
-        read = []
-        while end < len(tokens):
-            part = tokens[end:end + self.plan.block]
-            self._decode(part, end)
-            end += len(part)
-            read.append(latest(SequenceState.parse(self.context.save(0, bare=True)), len(part)))
-            self.context.remove(0, pinned, max(pinned, end - recent))
-        return archive.grown(read, self.plan.block)
+        self._decode(tokens, archive.end)
+        return archive.grown([latest(SequenceState.parse(self.context.save(0, bare=True)), len(tokens))], self.plan.block)
 
-    def look(self, state: SequenceState, tail: Sequence[int], question: Sequence[int], draft: int = 0) -> dict[int, LayerQueries]:
-        """The queries of a question that stands behind `state` and `tail`, and of the first `draft` tokens of an answer."""
+    def look(self, state: SequenceState, tail: Sequence[int], question: Sequence[int], draft: int = 0,
+             every: int = 1) -> dict[int, LayerQueries]:
+        """The queries of a question that stands behind `state` and `tail`, of each `every`-th token, and of the first `draft` tokens of an answer."""
         at = int(state.positions.max()) + 1
         self.restore(state)
         self._decode(tail, at)
         at += len(tail)
         draft = min(draft, self.context.info()[0].cells - len(state.positions) - len(tail) - len(question))
-        with self.capture.capture() as queries:
+        with self.capture.capture(every) as queries:
             logits = self.context.decode(question, at)[-1]
             self.step(len(question))
             for at in range(at + len(question), at + len(question) + draft):

@@ -192,7 +192,7 @@ class EpiCache:
         tail = [t for u in utterances[memory.built:] for t in u.tokens]
         end = len(memory.tokens(utterances[:memory.built]))
         if self.keeper.settings.recall == "question":
-            turn.looked = len(tail) + len(question)
+            turn.looked = (2 if self.keeper.settings.draft else 1) * (len(tail) + len(question))
             return self._evaluate(((memory.archive,), (text, *tail)), end, [*tail, *question], turn,
                                   lambda: self.keeper.lookup(memory, text, Asked(tail, question)))
         chosen, weights = self.keeper.match(memory, text)

@@ -61,7 +61,7 @@ def read(folder: Path, saved: Saved, identity: dict | None) -> dict[str, np.ndar
 
 def memory_arrays(memory: Memory) -> dict[str, np.ndarray]:
     """All of a memory but the rows."""
-    meta = {"prefix": memory.prefix, "segments": [[s.first, s.last, s.text] for s in memory.segments], "spans": memory.spans, "built": memory.built,
+    meta = {"prefix": memory.prefix, "segments": [[s.first, s.last, s.text] for s in memory.segments], "starts": memory.starts, "built": memory.built,
             "clustered": memory.clustered, "version": memory.version, "archive": bool(memory.archive.chunks),
             "versions": [part.version for part in parts(memory)]}
     return {"meta": np.array(json.dumps(meta)), "vectors": memory.vectors, "label": memory.label,
@@ -100,7 +100,7 @@ def restored(arrays: dict[str, np.ndarray], saved: list[dict[str, np.ndarray]]) 
     else:
         archive, episodes = Archive(), [Episode(c, cache(*pair), v) for c, pair, v in zip(arrays["centroids"], zip(states, saved), meta["versions"])]
     return Memory(meta["prefix"], [Segment(*s) for s in meta["segments"]], arrays["vectors"], arrays["label"], episodes, meta["built"],
-                  meta["clustered"], meta["version"], archive, [tuple(span) for span in meta["spans"]])
+                  meta["clustered"], meta["version"], archive, meta["starts"])
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -10,7 +10,7 @@ from pykvq.engine import Context
 from pykvq.gguf_file import GgufFile
 from pykvq.native import llama_commit
 
-FORMAT = 2                                # of the saved files
+FORMAT = 3                                # of the saved files
 _WORDS = {"format": "another file format", "model": "another model file", "fingerprint": "another model", "types": "another cache type",
           "transforms": "other calibrated transforms", "window": "another f16 window", "key_bias": "another treatment of the key bias", "llama_cpp": "another llama.cpp",
           "pykvq": "another version of pykvq", "encoder": "another encoder",

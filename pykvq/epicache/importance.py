@@ -32,8 +32,8 @@ def attention_scores(queries: LayerQueries, keys: np.ndarray, positions: np.ndar
                 weights += z[rows] @ turned.T
             weights -= weights.max(1, keepdims=True)
             np.exp(weights, out=weights)
-            weights /= weights.sum(1, keepdims=True)
-            out[h] = np.maximum(out[h], weights.max(0)) if by == "max" else out[h] + weights.sum(0) / len(q)
+            share = 1 / weights.sum(1)
+            out[h] = np.maximum(out[h], (weights * share[:, None]).max(0)) if by == "max" else out[h] + share @ weights / len(q)
     return out
 
 

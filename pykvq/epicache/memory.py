@@ -4,6 +4,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from pykvq.epicache.build import Builder, Compressed
 from pykvq.epicache.cluster import cluster, episodes, representatives
 from pykvq.epicache.embed import Encoder
 from pykvq.epicache.merge import merged
-from pykvq.epicache.recall import Asked, nearest, recalled
+from pykvq.epicache.recall import Asked, nearest, read, recalled
 from pykvq.epicache.segment import Segment, Utterance, segments
 from pykvq.sequence_state import SequenceState
 
@@ -30,7 +31,7 @@ class Episode:
 @dataclass
 class Memory:
     """built: utterances that the episodes were made of; clustered: tokens of history at the last clustering; version: as of an episode; archive: rows of
-    all tokens, empty where episodes have caches; spans: first token and end of each segment's utterances."""
+    all tokens, empty where episodes have caches; starts: first token of each utterance, and the end of the last."""
     prefix: list[int]
     segments: list[Segment] = field(default_factory=list)
     vectors: np.ndarray | None = None
@@ -40,12 +41,17 @@ class Memory:
     clustered: int = 0
     version: str = ""
     archive: Archive = Archive()
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
         """Bytes of all rows."""
         return self.archive.bytes + sum(e.cache.state.bytes for e in self.episodes if e.cache)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First token and end of each segment's utterances."""
+        return [(self.starts[s.first], self.starts[s.last]) for s in self.segments]
 
     def size(self, e: int) -> int:
         """Tokens of an episode's segments."""
@@ -61,9 +67,9 @@ class Settings:
     """width: utterances of a segment; episodes: their number, None to choose it; sinks: first tokens that stay.
 
     recall: "question" keeps the rows of every token outside the cache, and each question takes the cells that it attends to from the episodes nearest
-    to it, `reach` times the budget of them; around: tokens that stay together, 0: the segments nearest to the question, whole; by: "max" or
-    "mean" of the attention of the question's tokens; draft: tokens of a first answer whose attention counts too; whole: share of the budget for the
-    segments nearest to the question as they are. "episode" keeps one cache per episode, made before any question (arXiv 2509.17396). prompt: most
+    to it, `reach` times the budget of them; together: most tokens of an utterance that stay together, 0: the segments nearest to the question, whole;
+    by: "max" or "mean" of the attention of the question's tokens; draft: tokens of a first answer that choose once more with the question, 0: it
+    chooses once; whole: share of the budget for the segments nearest to the question as they are. "episode" keeps one cache per episode, made before any question (arXiv 2509.17396). prompt: most
     tokens of an episode's prompt; per_question: most episodes that one question reads; near: how close a second one's similarity must be to the best.
     """
     width: int = 4
@@ -71,9 +77,9 @@ class Settings:
     sinks: int = 4
     recall: str = "question"
     reach: float = 8.0
-    around: int = 7
-    by: str = "max"
-    draft: int = 0
+    together: int = 64
+    by: str = "mean"
+    draft: int = 8
     whole: float = 0.0
     prompt: int = 256
     per_question: int = 2
@@ -99,13 +105,12 @@ class Keeper:
         tokens = memory.tokens(utterances)
         if memory.built == len(utterances):
             return memory, 0
-        memory = replace(memory, segments=list(memory.segments), spans=list(memory.spans), episodes=[replace(e) for e in memory.episodes],
+        memory = replace(memory, segments=list(memory.segments), episodes=[replace(e) for e in memory.episodes],
                          version=_version())
         fresh = segments(utterances, self.settings.width, memory.built)
         new = self.encode([s.text for s in fresh])
-        starts = np.cumsum([len(memory.prefix), *(len(u.tokens) for u in utterances)]).tolist()
+        memory.starts = np.cumsum([len(memory.prefix), *(len(u.tokens) for u in utterances)]).tolist()
         memory.segments += fresh
-        memory.spans += [(starts[s.first], starts[s.last]) for s in fresh]
         memory.vectors = new if memory.vectors is None else np.concatenate([memory.vectors, new])
         if not memory.episodes or len(tokens) >= 2 * memory.clustered:
             touched = self._cluster(memory, tokens)
@@ -114,7 +119,7 @@ class Keeper:
             memory.label = np.concatenate([memory.label, joins])
             touched = sorted(set(joins.tolist()))
         if self.settings.recall == "question":
-            memory.archive = self.builder.read(memory.archive, tokens, self._pinned(memory))
+            memory.archive = read(self.builder, memory.archive, tokens, self._pinned(memory), self.settings.together > 0)
         for e in touched:
             episode = memory.episodes[e]
             if episode.cache is None:
@@ -138,19 +143,21 @@ class Keeper:
         vector, plan = self.encode([question])[0], self.builder.plan
         order = np.argsort(-(np.stack([e.centroid for e in memory.episodes]) @ vector), kind="stable")
         sizes = np.array([memory.size(e) for e in order])
-        read = order[:int(np.searchsorted(sizes.cumsum(), self.settings.reach * plan.budget)) + 1]
+        near_first = order[:int(np.searchsorted(sizes.cumsum(), self.settings.reach * plan.budget)) + 1].tolist()
         at = np.arange(memory.archive.end)
         always = (at < self._pinned(memory)) | (at >= len(at) - plan.recent)
-        near = [i for i, label in enumerate(memory.label) if label in read]
+        near = [i for i, label in enumerate(memory.label) if label in near_first]
         pieces, likeness = [np.arange(*memory.spans[i]) for i in near], memory.vectors[near] @ vector
         candidates = always.copy()
         for piece in pieces:
             candidates[piece] = True
         guess = nearest(pieces, likeness, always, plan.budget)
+        if not self.settings.together:
+            return near_first, memory.archive.rows(np.flatnonzero(guess))
         if self.settings.whole:
             always = nearest(pieces, likeness, always, int(plan.budget * self.settings.whole))
-        return read.tolist(), recalled(self.builder, memory.archive, guess, candidates, always, asked, self.settings.around, self.settings.by,
-                                       self.settings.draft)
+        starts = np.concatenate([[0], *(np.arange(*span, self.settings.together) for span in pairwise(memory.starts))])
+        return near_first, recalled(self.builder, memory.archive, guess, candidates, always, asked, starts, self.settings.by, self.settings.draft)
 
     def recall(self, memory: Memory, chosen: Sequence[int], weights: Sequence[float], end: int) -> Compressed:
         """One cache of the chosen episodes, after `end` tokens."""

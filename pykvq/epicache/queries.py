@@ -47,6 +47,7 @@ class QueryCapture:
         self._attention = op_number("FLASH_ATTN_EXT")
         self._found: dict[int, list[LayerQueries]] | None = None
         self._error: Exception | None = None
+        self._every = 1
 
     def __call__(self, pointer, ask, _) -> bool:
         if self._found is None or ctypes.c_int.from_address(pointer + OP_OFFSET).value != self._attention:
@@ -60,9 +61,10 @@ class QueryCapture:
         return True
 
     @contextmanager
-    def capture(self) -> Iterator[dict[int, LayerQueries]]:
-        """Collect the queries of what is decoded inside; the dictionary by layer is filled at the end. Raises what reading raised."""
-        self._found, self._error = defaultdict(list), None
+    def capture(self, every: int = 1) -> Iterator[dict[int, LayerQueries]]:
+        """Collect the queries of what is decoded inside, of each `every`-th token; the dictionary by layer is filled at the end. Raises what reading
+        raised."""
+        self._found, self._error, self._every = defaultdict(list), None, every
         out: dict[int, LayerQueries] = {}
         try:
             yield out
@@ -82,17 +84,20 @@ class QueryCapture:
         scale, max_bias, soft_cap = struct.unpack("<3f", struct.pack("<3i", *t.op_params[:3]))
         if max_bias or soft_cap:
             raise ValueError("attention with ALiBi or a soft cap is not scored; EpiCache needs plain RoPE attention")
-        q = _tokens_first(read(t.src[0].contents)) * np.float32(scale)
-        self._found[int(cache[1])].append(LayerQueries(q, _bias(t, scale) if t.src[6] else None))
+        q = self._rows(t.src[0].contents) * np.float32(scale)
+        self._found[int(cache[1])].append(LayerQueries(q, self._bias(t, scale) if t.src[6] else None))
+
+    def _rows(self, t: Tensor) -> np.ndarray:
+        """[streams, heads, tokens, d] as [tokens, heads, d], the tokens that count."""
+        x = read(t)
+        return np.moveaxis(x, 1, 2).reshape(-1, x.shape[1], x.shape[3])[self._every - 1::self._every]
+
+    def _bias(self, t: Tensor, scale: float) -> KeyBias:
+        return _bias(t, self._rows(t.src[5].contents) * np.float32(scale))
 
 
-def _tokens_first(x: np.ndarray) -> np.ndarray:
-    """[streams, heads, tokens, d] to [tokens, heads, d]."""
-    return np.moveaxis(x, 1, 2).reshape(-1, x.shape[1], x.shape[3])
-
-
-def _bias(t: Tensor, scale: float) -> KeyBias:
-    q, trig = _tokens_first(read(t.src[5].contents)) * np.float32(scale), read(t.src[7].contents)[0, 0]
+def _bias(t: Tensor, q: np.ndarray) -> KeyBias:
+    trig = read(t.src[7].contents)[0, 0]
     b = read(t.src[6].contents)[0, 0]                        # [heads_kv, d]
     b = np.repeat(b, q.shape[1] // len(b), 0)
     half = trig.shape[1] // 2

@@ -16,13 +16,13 @@ def asked(path, kv_type, gpu_layers, shared):
     from pykvq.epicache.archive import Archive
     from pykvq.epicache.build import Builder, Plan
     from pykvq.epicache.queries import QueryCapture
-    from pykvq.epicache.recall import Asked, recalled
+    from pykvq.epicache.recall import Asked, read, recalled
     from pykvq.epicache.rows import values
     capture = QueryCapture()
     with Model(path, gpu_layers=gpu_layers) as model, Context(model, 512, kv_type, n_batch=128, on_tensor=capture) as context:
         builder = Builder(context, capture, Plan(200, 100, recent=4, shared=shared))
-        archive = builder.read(Archive(), TOKENS, 8)
-        state = recalled(builder, archive, ALWAYS, np.ones(700, bool), ALWAYS, Asked([], TOKENS[:20]), 7)
+        archive = read(builder, Archive(), TOKENS, 8)
+        state = recalled(builder, archive, ALWAYS, np.ones(700, bool), ALWAYS, Asked([], TOKENS[:20]), np.arange(700))
         builder.restore(state)
         keys = [values(k.heads(8), k.ggml_type) for k in state.keys]
         return archive.end, state.positions, keys, context.decode(TOKENS[20:40], 700)[-1]

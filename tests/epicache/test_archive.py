@@ -7,7 +7,7 @@ from pykvq.epicache.archive import Archive, Chunk, joined
 from pykvq.epicache.build import Builder, Plan
 from pykvq.epicache.importance import state_scores as scores
 from pykvq.epicache.queries import QueryCapture
-from pykvq.epicache.recall import Asked, nearest, recalled
+from pykvq.epicache.recall import Asked, nearest, read, recalled
 from pykvq.epicache.rows import values
 from pykvq.sequence_state import Rows, SequenceState
 
@@ -56,7 +56,7 @@ def first_keys(kept):
 def test_an_archive_holds_every_token(tiny_model):
     """In less cells than it has tokens; keys of the first layer depend on token and position alone."""
     b = builder(tiny_model(64))
-    archive = b.read(Archive(), HISTORY, 8)
+    archive = read(b, Archive(), HISTORY, 8)
     assert archive.end == 150 and b.context.last_position(0) == 149
     with Context(b.context.model, 256, threads=2) as whole:
         whole.decode(HISTORY, 0, logits="none")
@@ -67,19 +67,34 @@ def test_an_archive_holds_every_token(tiny_model):
     assert last[0] > 1e-2 > last[1]                      # later layers saw only the budget
 
 
+def test_a_block_reads_what_it_attends_to(tiny_model, monkeypatch):
+    """Keys of the last layer are closer to those of a whole prefill than behind the last cells alone."""
+    monkeypatch.setattr("pykvq.epicache.recall.WORDS", 1)         # neighbours have nothing in common in a random history
+    b = builder(tiny_model(64, layers=2), budget=40, block=20)
+    with Context(b.context.model, 256, threads=2) as whole:
+        whole.decode(HISTORY, 0, logits="none")
+        full = SequenceState.parse(whole.save(0, bare=True))
+    off = {}
+    for chosen in (False, True):
+        rows = read(b, Archive(), HISTORY, 8, chosen).rows(np.arange(150))
+        off[chosen] = np.abs(values(rows.keys[-1].heads(2), 1)[60:] - values(full.keys[-1].heads(2), 1)[60:]).mean()
+    assert off[True] < 0.7 * off[False]
+
+
 def test_reading_on_is_like_reading_once(tiny_model):
     b = builder(tiny_model(64))
-    once, first = b.read(Archive(), HISTORY, 8), b.read(Archive(), HISTORY[:96], 8)
+    once, first = read(b, Archive(), HISTORY, 8), read(b, Archive(), HISTORY[:96], 8)
     b.context.clear()
-    twice = b.read(first, HISTORY, 8)
+    twice = read(b, first, HISTORY, 8)
     for x, y in zip(once.rows(np.arange(150)).keys, twice.rows(np.arange(150)).keys):
         np.testing.assert_allclose(values(x.heads(2), 1), values(y.heads(2), 1), atol=0.02)
 
 
-def asked(b, archive, guess=None, width=1, draft=0, **change):
+def asked(b, archive, guess=None, size=1, draft=0, **change):
     all_ = np.ones(150, bool)
     always = (np.arange(150) < 8) | (np.arange(150) >= 146)
-    return recalled(b, archive, always if guess is None else guess, change.get("candidates", all_), always, Asked([], QUESTION), width, draft=draft)
+    return recalled(b, archive, always if guess is None else guess, change.get("candidates", all_), always, Asked([], QUESTION), np.arange(0, 150, size),
+                    change.get("by", "max"), draft)
 
 
 def moved(b, archive, found):
@@ -95,7 +110,7 @@ def moved(b, archive, found):
 def test_a_question_takes_what_it_attends_to(tiny_model, kv_type):
     """Closer to all rows than the latest cells and than the cells of another question are."""
     b = builder(tiny_model(64), kv_type)
-    archive = b.read(Archive(), HISTORY, 8)
+    archive = read(b, Archive(), HISTORY, 8)
     found = asked(b, archive)
     assert len(found.positions) == 60 and found.positions.max() == 149
     latest = archive.rows(np.array([*range(8), *range(98, 150)]))
@@ -104,7 +119,7 @@ def test_a_question_takes_what_it_attends_to(tiny_model, kv_type):
 
 def test_what_is_no_candidate_stays_outside(tiny_model):
     b = builder(tiny_model(64), shared=True)
-    archive, candidates = b.read(Archive(), HISTORY, 8), np.arange(150) % 2 == 0
+    archive, candidates = read(b, Archive(), HISTORY, 8), np.arange(150) % 2 == 0
     candidates[:8] = candidates[146:] = True
     found = asked(b, archive, candidates=candidates)
     assert candidates[found.positions].all() and len(found.positions) == 60
@@ -113,28 +128,38 @@ def test_what_is_no_candidate_stays_outside(tiny_model):
     assert asked(b, archive, candidates=few).positions.tolist() == [*range(20), *range(146, 150)]        # all fit: nothing is chosen
 
 
-def test_neighbours_stay_together(tiny_model):
+def test_what_belongs_together_stays_together(tiny_model):
     b = builder(tiny_model(64), shared=True)
-    archive = b.read(Archive(), HISTORY, 8)
-    runs = [int((np.diff(asked(b, archive, width=width).positions) > 1).sum()) for width in (1, 7)]
-    assert runs[1] < 0.6 * runs[0]
-    guess = np.arange(150) < 30
-    guess[149] = True
-    assert asked(b, archive, guess, width=0).positions.tolist() == [*range(30), 149]                      # the guess as it is
+    archive = read(b, Archive(), HISTORY, 8)
+    found = asked(b, archive, size=10).positions
+    inside = found[(found >= 10) & (found < 140)]        # the rest stays in any case
+    whole = [n for n in np.bincount(inside // 10) if n]
+    assert sum(n == 10 for n in whole) >= len(whole) - 1 > 2         # one does not fit whole
 
 
 def test_a_left_out_key_bias_shares_tokens_at_their_positions(tiny_model):
     b = builder(tiny_model(64, architecture="qwen2", key_bias=6.0), "turbo3", shared=True)
-    archive = b.read(Archive(), HISTORY, 8)
+    archive = read(b, Archive(), HISTORY, 8)
     found = asked(b, archive)
     whole = archive.rows(found.positions)
     assert len(found.positions) == 60 and found.to_bytes() == whole.to_bytes()
 
 
-def test_a_draft_of_the_answer_is_asked_too(tiny_model, monkeypatch):
+def test_a_draft_of_the_answer_chooses_once_more(tiny_model, monkeypatch):
+    """Behind the cells of the first choice."""
     b = builder(tiny_model(64))
-    archive, seen = b.read(Archive(), HISTORY, 8), []
+    archive, seen, behind = read(b, Archive(), HISTORY, 8), [], []
     monkeypatch.setattr("pykvq.epicache.recall.state_scores", lambda queries, *rest: seen.append(queries[1].q.shape[0]) or scores(queries, *rest))
-    for draft in (0, 5):
-        assert len(asked(b, archive, draft=draft).positions) == 60
-    assert seen == [9, 14]
+    monkeypatch.setattr(b, "restore", lambda state, real=b.restore: behind.append(state.to_bytes()) or real(state))
+    once = asked(b, archive)
+    assert len(asked(b, archive, draft=5).positions) == 60
+    assert seen == [9, 9, 14] and behind[2] == once.to_bytes()
+
+
+def test_a_long_text_is_sampled(tiny_model, monkeypatch):
+    b, seen = builder(tiny_model(64)), []
+    archive = read(b, Archive(), HISTORY, 8)
+    monkeypatch.setattr("pykvq.epicache.recall.ENOUGH", 4)
+    monkeypatch.setattr("pykvq.epicache.recall.state_scores", lambda queries, *rest: seen.append(queries[1].q.shape[0]) or scores(queries, *rest))
+    asked(b, archive)
+    assert seen == [4]
