@@ -117,9 +117,9 @@ def test_rows_that_do_not_fit_reach_the_reader_and_leave_the_other_sequence(cont
         assert context.save(1) == other
 
 
-@pytest.mark.parametrize("pos", [-1, -2147483647, 2 ** 31 - 1])
-def test_positions_that_no_removal_would_find_again(context, pos):
-    """Found by tests/fuzz/state_reader.cpp: the cells stayed taken, until no token had room."""
+@pytest.mark.parametrize("pos", [-1, -2147483647, 2 ** 30, 2 ** 31 - 1])
+def test_positions_that_cannot_be(context, pos):
+    """Found by tests/fuzz/state_reader.cpp: the cells stayed taken until no token had room, or sums with the position overflowed."""
     rows, other = bytearray(context.save(0, bare=True)), context.save(1)
     assert struct.unpack_from("<4i", rows, 8) == (1, 40, 0, 1)      # streams, cells, position and sequences of the first
     struct.pack_into("<i", rows, 16, pos)
@@ -131,7 +131,7 @@ def test_positions_that_no_removal_would_find_again(context, pos):
     context.decode([1] * 200, 0, 0, logits="none")
 
 
-@pytest.mark.parametrize("field, value", [(0, -1), (0, 2 ** 31 - 1), (1, 0), (1, 2), (2, 7), (2, -1)])
+@pytest.mark.parametrize("field, value", [(0, -1), (0, 2 ** 30), (0, 2 ** 31 - 1), (1, 0), (1, 2), (2, 7), (2, -1)])
 def test_cells_of_a_whole_state_that_cannot_be(context, field, value):
     """Position, number of sequences, sequence."""
     state = bytearray(context.save(None, bare=True))
