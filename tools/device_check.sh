@@ -123,12 +123,12 @@ step() {
                   MODEL=$copy depth "$dir" "transforms-$kvq" --kvq $kvq --types ${TYPES:-f16 turbo2 turbo3} --depths ${DEPTHS:-0 32768}
               done
               MODEL=$copy TYPES= depth "$dir" transforms-oscar2 --types f16 oscar2,turbo2 --depths ${DEPTHS:-0 32768} ;;
-    join)     # norm and RoPE left to upstream, those of the keys joined, and those of the queries too; calibrated data in the second half
+    join)     # norm and RoPE left to upstream, those of the keys joined, those of the queries too, transforms and writes too
               local gguf copy=/tmp/calibrated-random.gguf
               gguf=$(random_model)
               ln -sf "$gguf" "$copy"
               py "$dir" tests/models/calibrated.py "$copy"
-              for join in 0 1 2; do
+              for join in 0 1 2 3; do
                   KVQ_CUDA_JOIN=$join depth "$dir" "join-$join" --types ${TYPES:-f16 turbo2 turbo3 turbo4} --depths ${DEPTHS:-0}
                   KVQ_CUDA_JOIN=$join MODEL=$copy depth "$dir" "join-$join-calibrated" --types f16 turbo2 oscar2,turbo2 --depths ${DEPTHS:-0}
               done ;;

@@ -4,7 +4,7 @@
 #include "kvq-cuda.cuh"
 #include "kvq-launch.cuh"
 #include "kvq-rows-ops.cuh"
-#include "kvq-rotary.h"
+#include "kvq-transform.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -345,39 +345,54 @@ static bool kvq_rotaries_fit(const ggml_cgraph * graph, kvq_rotary_nodes * turns
     return true;
 }
 
-// The writes in a row that node i begins, with views between them, and turns in front of them: the last node that is done, -1 for none.
-static int kvq_cuda_write(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i, const kvq_rotary_nodes * found, const int n_turns) {
-    kvq_rotary_nodes turns[KVQ_ROTARIES];
-    std::copy(found, found + n_turns, turns);
-    const ggml_tensor * writes[KVQ_ROWS_TOGETHER];
-    int n = 0, last = i, next = i;
-    for (; next < graph->n_nodes; next = kvq_next_node(graph, next)) {
-        const ggml_tensor * t = graph->nodes[next];
-        if (n == KVQ_ROWS_TOGETHER || !kvq_joins(t, writes, n)) {
-            break;
-        }
-        writes[n++] = t;
-        last = next;
-    }
-    if (n == 0 || n + n_turns < 2 || !kvq_rotaries_fit(graph, turns, n_turns, last, writes, n)) {
-        return -1;
-    }
-    kvq_cuda_set_rows_together(ctx, writes, n, turns, n_turns);
-    // queries of this launch's making are not there early
-    const bool made = std::any_of(turns, turns + n_turns, [](const kvq_rotary_nodes & t) { return t.turn.y; });
-    if (!made && next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_FLASH_ATTN_EXT && kvq_cuda_owns(graph->nodes[next])) {
-        kvq_after_write = { graph->nodes[next], ctx.stream() };
-    }
-    return last;
-}
-
-// How many norms and RoPEs may join a launch. Timing only: KVQ_CUDA_JOIN=0 leaves them to upstream, 1 joins those of the keys.
+// What may join a launch. Timing only: KVQ_CUDA_JOIN=0 leaves norm and RoPE to upstream, 1 joins those of the keys, 2 those of queries too, 3, as without it,
+// writes and transforms.
 static int kvq_join_limit() {
     static const int limit = [] {
         const char * value = getenv("KVQ_CUDA_JOIN");
-        return value ? std::min(std::max(atoi(value), 0), KVQ_ROTARIES) : KVQ_ROTARIES;
+        return value ? atoi(value) : KVQ_ROTARIES + 1;
     }();
     return limit;
+}
+
+// The writes in a row that node i begins, with views between them.
+static kvq_writes kvq_find_writes(const ggml_cgraph * graph, const int i) {
+    kvq_writes writes = {};
+    for (int at = i; at < graph->n_nodes && writes.n < KVQ_ROWS_TOGETHER && kvq_joins(graph->nodes[at], writes.node, writes.n); at = kvq_next_node(graph, at)) {
+        writes.node[writes.n++] = graph->nodes[at];
+        writes.last = at;
+    }
+    return writes;
+}
+
+// Those writes with turns in front of them: the last node that is done, -1 for none.
+static int kvq_cuda_write(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i, const kvq_rotary_nodes * found, const int n_turns) {
+    kvq_rotary_nodes turns[KVQ_ROTARIES];
+    std::copy(found, found + n_turns, turns);
+    const kvq_writes writes = kvq_find_writes(graph, i);
+    if (writes.n == 0 || writes.n + n_turns < 2 || !kvq_rotaries_fit(graph, turns, n_turns, writes.last, writes.node, writes.n)) {
+        return -1;
+    }
+    kvq_cuda_set_rows_together(ctx, writes.node, writes.n, turns, n_turns);
+    // queries of this launch's making are not there early
+    const bool made = std::any_of(turns, turns + n_turns, [](const kvq_rotary_nodes & t) { return t.turn.y; });
+    const int next = kvq_next_node(graph, writes.last);
+    if (!made && next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_FLASH_ATTN_EXT && kvq_cuda_owns(graph->nodes[next])) {
+        kvq_after_write = { graph->nodes[next], ctx.stream() };
+    }
+    return writes.last;
+}
+
+// The transforms that node i begins, with the writes behind them if these can join.
+static int kvq_cuda_transform_any(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i, const kvq_rotary_nodes * turns, const int n_turns) {
+    kvq_transform_args args;
+    const int n_done = kvq_find_transform(graph, i, KVQ_ROTARY_TOKENS, args);
+    if (!n_done) {
+        return -1;
+    }
+    const kvq_writes writes = kvq_find_writes(graph, kvq_next_node(graph, i + n_done));
+    const int last = writes.n && kvq_join_limit() > KVQ_ROTARIES ? kvq_cuda_transform(ctx, graph, i, turns, n_turns, writes) : -1;
+    return last >= 0 ? last : kvq_cuda_transform(ctx, graph, i, turns, n_turns, {});
 }
 
 int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
@@ -387,7 +402,7 @@ int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
     // turns of queries and keys in a row, and what may do them on the way; fewer of them when not all can be
     kvq_rotary_nodes turns[KVQ_ROTARIES];
     int n_turns = 0, at[KVQ_ROTARIES + 1] = { i };
-    while (n_turns < kvq_join_limit() && at[n_turns] < graph->n_nodes && kvq_find_rotary(graph, at[n_turns], KVQ_ROTARY_TOKENS, turns[n_turns])) {
+    while (n_turns < std::min(kvq_join_limit(), KVQ_ROTARIES) && at[n_turns] < graph->n_nodes && kvq_find_rotary(graph, at[n_turns], KVQ_ROTARY_TOKENS, turns[n_turns])) {
         at[n_turns + 1] = kvq_next_node(graph, turns[n_turns].last);
         n_turns++;
     }
@@ -395,7 +410,7 @@ int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
         if (at[n] == graph->n_nodes) {
             continue;
         }
-        int last = kvq_cuda_transform(ctx, graph, at[n], turns, n);
+        int last = kvq_cuda_transform_any(ctx, graph, at[n], turns, n);
         if (last < 0) {
             last = kvq_cuda_write(ctx, graph, at[n], turns, n);
         }

@@ -17,5 +17,11 @@ void kvq_cuda_set_rows_together(ggml_backend_cuda_context & ctx, const ggml_tens
 void kvq_cuda_get_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 // float to cache type, cache type to float, or between two tensors of one cache type
 void kvq_cuda_copy(ggml_backend_cuda_context & ctx, const ggml_tensor * src, ggml_tensor * dst);
-// The calibrated transforms of a layer for a small batch that node i begins, with n_turns turns in front of them, in one launch: the last node that is done, -1 for none.
-int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, int i, const kvq_rotary_nodes * turns, int n_turns);
+// Writes that stand in a row in a graph, the last of them node `last`.
+struct kvq_writes {
+    const ggml_tensor * node[KVQ_ROWS_TOGETHER];
+    int n, last;
+};
+// The calibrated transforms of a layer for a small batch that node i begins, with n_turns turns in front of them and the writes behind them, in one launch: the last node
+// that is done, -1 where that cannot be.
+int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, int i, const kvq_rotary_nodes * turns, int n_turns, const kvq_writes & writes);

@@ -1,8 +1,8 @@
 // Calibrated transforms of the keys and queries of a few tokens, those of one layer in one launch.
 #include "common.cuh"
 #include "kvq-fattn.cuh"
-#include "kvq-rows-ops.cuh"
 #include "kvq-transform.h"
+#include "kvq-write.cuh"
 #include "kvq-rotary.cuh"
 
 constexpr int KVQ_TRANSFORM_WARPS  = 8;
@@ -34,16 +34,13 @@ static __device__ __forceinline__ float kvq_warp_sums(float (&v)[N], const int l
     return v[0];
 }
 
-// NV: vectors of 4 values that a lane holds of a row. Blocks: KV head and rows of its matrix; keys, queries. With ROTARY, columns are normed and turned on the way.
-template <int NV, bool ROTARY>
-static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(const __grid_constant__ kvq_transform_set set) {
-    constexpr int ROWS = KVQ_TRANSFORM_ROWS, COLS = KVQ_TRANSFORM_COLS;
-    __shared__ float2 angles[ROTARY ? KVQ_ROTARY_TOKENS*NV*64 : 1];
-    const kvq_transform_part & p = set.args.part[blockIdx.y];
-    const kvq_rotary & t = set.turn[blockIdx.y];
-    const bool turned = ROTARY && set.turned[blockIdx.y];
-    const int d = set.args.d, groups = gridDim.x/set.args.n_head_kv, head = blockIdx.x/groups, lane = threadIdx.x;
-    const int row = ((blockIdx.x - head*groups)*KVQ_TRANSFORM_WARPS + threadIdx.y)*ROWS;
+// ROWS rows of a KV head's matrix from `row` on, one warp, by all columns, COLS of them at a time. NV: vectors of 4 values that a lane holds of a row. With ROTARY, columns
+// are normed and turned on the way; angles: of the block's THREADS threads. put(i, j, r, y): value r of the column of indices i, j.
+template <int NV, bool ROTARY, int ROWS, int COLS, int THREADS, typename put_value>
+static __device__ __forceinline__ void kvq_transform_rows(const kvq_transform_part & p, const kvq_rotary & t, const bool turned, const int d, const int head, const int row, float2 * angles,
+        const put_value & put) {
+    static_assert(ROWS*COLS == 8, "sums of a step");
+    const int lane = threadIdx.x;
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     half2 m[ROWS][NV][2];
     float of_mean[ROWS] = {};
@@ -78,7 +75,7 @@ static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(c
         }
     };
     if constexpr (ROTARY) {
-        for (int i = threadIdx.y*32 + lane; turned && i < t.n_tokens*half; i += 32*KVQ_TRANSFORM_WARPS) {
+        for (int i = threadIdx.y*32 + lane; turned && i < t.n_tokens*half; i += THREADS) {
             angles[i] = kvq_angle(t, i % half, t.pos[i/half]);
         }
         __syncthreads();
@@ -137,18 +134,18 @@ static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(c
                 }
             }
         }
-        // lanes of number 8c and on hold the sums of column c, and its norm
+        // a lane has the sum of one row and column, and the norm of that
         const float scale = turned && t.weight ? kvq_norm(t, kvq_warp_sums(squares, lane)) : 1.0f;
         const float total = scale*kvq_warp_sums(sum, lane) - minus;
         const int c = first + lane/4/ROWS, r = row + lane/4 % ROWS, c2 = c/p.n1, c1 = c - c2*p.n1;
         if (lane % 4 == 0 && c2 < p.n2 && r < d) {
-            p.y[r + c1*p.sy1 + (head*p.n2 + c2)*p.sy2] = total;
+            put(c1, c2, r, total);
         }
         if (turned && t.y && row == 0) {       // for others that read them
 #pragma unroll
             for (int k = 0; k < COLS; ++k) {
                 const int k2 = (first + k)/p.n1, k1 = first + k - k2*p.n1;
-                const float own_scale = __shfl_sync(0xFFFFFFFF, scale, 8*k);
+                const float own_scale = __shfl_sync(0xFFFFFFFF, scale, 32/COLS*k);
                 float * out = t.n_tokens > 1 ? t.y + (int64_t(k1)*t.n_head + head*p.n2 + k2)*d : t.y + (head*p.n1*p.n2 + first + k)*d;
 #pragma unroll
                 for (int v = 0; v < NV; ++v) {
@@ -159,6 +156,88 @@ static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(c
                 }
             }
         }
+    }
+}
+
+// Blocks: KV head and rows of its matrix; keys, queries.
+template <int NV, bool ROTARY>
+static __global__ void __launch_bounds__(32*KVQ_TRANSFORM_WARPS) kvq_transform(const __grid_constant__ kvq_transform_set set) {
+    __shared__ float2 angles[ROTARY ? KVQ_ROTARY_TOKENS*NV*64 : 1];
+    const kvq_transform_part & p = set.args.part[blockIdx.y];
+    const int groups = gridDim.x/set.args.n_head_kv, head = blockIdx.x/groups;
+    const int row = ((blockIdx.x - head*groups)*KVQ_TRANSFORM_WARPS + threadIdx.y)*KVQ_TRANSFORM_ROWS;
+    kvq_transform_rows<NV, ROTARY, KVQ_TRANSFORM_ROWS, KVQ_TRANSFORM_COLS, 32*KVQ_TRANSFORM_WARPS>(p, set.turn[blockIdx.y], set.turned[blockIdx.y], set.args.d, head, row, angles,
+        [&](const int i, const int j, const int r, const float y) { p.y[r + i*p.sy1 + (head*p.n2 + j)*p.sy2] = y; });
+}
+
+// ---- with the writes of the layer ----
+
+constexpr int KVQ_STEP_WARPS = 16;
+constexpr int KVQ_STEP_ROWS  = 8;          // of a warp in the blocks of keys
+
+struct kvq_step_set {
+    kvq_transform_set transform;
+    kvq_rows_args part[KVQ_ROWS_TOGETHER];     // those of the transformed keys come first
+    int  n_of_keys, n_parts;
+    bool keeps_keys;                           // in memory, for others that read them
+};
+
+// Heads of N values. Blocks: one for the keys of each KV head, which are whole in it and written from there; rows of the queries' matrices; other rows to write.
+template <int N>
+static __global__ void __launch_bounds__(32*KVQ_STEP_WARPS) kvq_transform_and_write(const __grid_constant__ kvq_step_set set) {
+    static_assert(N <= KVQ_STEP_WARPS*KVQ_STEP_ROWS, "a head's keys are a block's");
+    constexpr int GROUPS = (N + KVQ_STEP_WARPS*KVQ_TRANSFORM_ROWS - 1)/(KVQ_STEP_WARPS*KVQ_TRANSFORM_ROWS);
+    __shared__ float2  angles[KVQ_ROTARY_TOKENS*64];
+    __shared__ float   keys[KVQ_ROTARY_TOKENS][N];
+    __shared__ float   all_buf[KVQ_STEP_WARPS][N];
+    __shared__ uint8_t all_codes[KVQ_STEP_WARPS][N];
+    const kvq_transform_args & args = set.transform.args;
+    const int lane = threadIdx.x, warp = threadIdx.y, heads = args.n_head_kv;
+    float   * buf   = all_buf[warp];
+    uint8_t * codes = all_codes[warp];
+    int block = blockIdx.x;
+    float x[kvq_hadamard<N>::regs];
+    if (block < heads) {
+        const kvq_transform_part & p = args.part[0];
+        kvq_transform_rows<1, true, KVQ_STEP_ROWS, 8/KVQ_STEP_ROWS, 32*KVQ_STEP_WARPS>(p, set.transform.turn[0], set.transform.turned[0], N, block, warp*KVQ_STEP_ROWS, angles,
+            [&](const int i, const int, const int r, const float y) {
+                keys[i][r] = y;
+                if (set.keeps_keys) {
+                    p.y[r + i*p.sy1 + block*p.sy2] = y;
+                }
+            });
+        __syncthreads();
+        for (int u = warp; u < p.n1*set.n_of_keys; u += KVQ_STEP_WARPS) {
+            const int which = u/p.n1, token = u - which*p.n1;
+            uint32_t at[4] = { uint32_t(block), uint32_t(token), 0, 0 };
+#pragma unroll
+            for (int r = 0; r < kvq_hadamard<N>::regs; ++r) {
+                x[r] = r*32 + lane < N ? keys[token][r*32 + lane] : 0.0f;
+            }
+            kvq_write_part<N>(set.part[which], 0, at, x, buf, codes, lane);
+        }
+        return;
+    }
+    block -= heads;
+    if (block < heads*GROUPS) {
+        const kvq_transform_part & p = args.part[1];
+        const int head = block/GROUPS, row = ((block - head*GROUPS)*KVQ_STEP_WARPS + warp)*KVQ_TRANSFORM_ROWS;
+        kvq_transform_rows<1, true, KVQ_TRANSFORM_ROWS, KVQ_TRANSFORM_COLS, 32*KVQ_STEP_WARPS>(p, set.transform.turn[1], set.transform.turned[1], N, head, row, angles,
+            [&](const int i, const int j, const int r, const float y) { p.y[r + i*p.sy1 + (head*p.n2 + j)*p.sy2] = y; });
+        return;
+    }
+    uint32_t i = (block - heads*GROUPS)*KVQ_STEP_WARPS + warp, at[4];
+    int which = set.n_of_keys;
+    while (which < set.n_parts && i >= set.part[which].n_blocks) {
+        i -= set.part[which++].n_blocks;
+    }
+    kvq_pdl_wait();
+    kvq_pdl_launch();
+    if (which < set.n_parts) {
+        const kvq_rows_args & a = set.part[which];
+        kvq_split_index(a, i, at);
+        kvq_load_block<N, float>(a, at, x, lane);
+        kvq_write_part<N>(a, i, at, x, buf, codes, lane);
     }
 }
 
@@ -178,10 +257,61 @@ static bool kvq_rotary_part(kvq_transform_set & set, const kvq_transform_nodes &
     return true;
 }
 
-int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i, const kvq_rotary_nodes * turns, const int n_turns) {
-    kvq_transform_set set = {};
+static void kvq_launch_transform(ggml_backend_cuda_context & ctx, const kvq_transform_set & set, const bool rotary) {
+    constexpr int rows = KVQ_TRANSFORM_WARPS*KVQ_TRANSFORM_ROWS;
+    const int d = set.args.d;
+    const ggml_cuda_kernel_launch_params launch(dim3(unsigned(set.args.n_head_kv*((d + rows - 1)/rows)), 2, 1), dim3(32, KVQ_TRANSFORM_WARPS, 1), size_t(0), ctx.stream());
+    void (* kernel)(const kvq_transform_set) = d > 256 ? kvq_transform<4, false> : rotary ? (d > 128 ? kvq_transform<2, true> : kvq_transform<1, true>) :
+        d > 128 ? kvq_transform<2, false> : kvq_transform<1, false>;
+    ggml_cuda_kernel_launch(kernel, launch, set);
+}
+
+static void kvq_launch_step(ggml_backend_cuda_context & ctx, const kvq_step_set & set) {
+    constexpr int rows = KVQ_STEP_WARPS*KVQ_TRANSFORM_ROWS;
+    const int d = set.transform.args.d;
+    unsigned others = 0;
+    for (int i = set.n_of_keys; i < set.n_parts; ++i) {
+        others += set.part[i].n_blocks;
+    }
+    const unsigned blocks = set.transform.args.n_head_kv*(1 + (d + rows - 1)/rows) + (others + KVQ_STEP_WARPS - 1)/KVQ_STEP_WARPS;
+    void (* kernel)(const kvq_step_set) = nullptr;
+    switch (d) {
+#define KVQ_CASE_STEP(N) case N: kernel = kvq_transform_and_write<N>; break;
+        KVQ_FOR_EACH_BLOCK(KVQ_CASE_STEP)
+        default: GGML_ABORT("not a block of the cache types");
+    }
+    ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(dim3(blocks, 1, 1), dim3(32, KVQ_STEP_WARPS, 1), size_t(0), ctx.stream()), set);
+}
+
+// Adds the writes, the last of them node `last`, of which one at least is of the transformed keys; false where they need a launch of their own.
+static bool kvq_add_writes(kvq_step_set & set, const ggml_cgraph * graph, const int first, const int last, const kvq_transform_nodes & nodes, const ggml_tensor * const * writes, const int n) {
+    const ggml_tensor * keys = nodes.out[0];
+    const int64_t d = set.transform.args.d, row = d*set.transform.args.n_head_kv;
+    for (const bool of_keys : { true, false }) {
+        for (int i = 0; i < n; ++i) {
+            const ggml_tensor * x = writes[i]->src[0];
+            if (kvq_is_all_of(x, keys) != of_keys) {
+                continue;
+            }
+            if (ggml_blck_size(writes[0]->type) != d || (of_keys ? x->ne[0] != row : kvq_overlap(nodes.out[0], x) || kvq_overlap(nodes.out[1], x))) {
+                return false;
+            }
+            set.part[set.n_parts++] = kvq_set_rows_args(writes[i], d);
+            set.n_of_keys += of_keys;
+        }
+    }
+    int at = first;
+    while (graph->nodes[at] != keys) {
+        at++;
+    }
+    set.keeps_keys = !kvq_used_within(graph, at, last);
+    return set.n_of_keys > 0;
+}
+
+int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i, const kvq_rotary_nodes * turns, const int n_turns, const kvq_writes & writes) {
+    kvq_step_set set = {};
     kvq_transform_nodes nodes;
-    const int n_done = kvq_find_transform(graph, i, KVQ_ROTARY_TOKENS, set.args, &nodes);
+    const int n_done = kvq_find_transform(graph, i, KVQ_ROTARY_TOKENS, set.transform.args, &nodes);
     if (!n_done) {
         return -1;
     }
@@ -200,15 +330,22 @@ int kvq_cuda_transform(ggml_backend_cuda_context & ctx, const ggml_cgraph * grap
                 }
             }
         }
-        if (!kvq_rotary_part(set, nodes, turn)) {
+        for (int w = 0; w < writes.n && !stays; ++w) {
+            if (kvq_overlap(turn.rope, writes.node[w]->src[0])) {
+                return -1;
+            }
+        }
+        if (!kvq_rotary_part(set.transform, nodes, turn)) {
             return -1;
         }
     }
-    constexpr int rows = KVQ_TRANSFORM_WARPS*KVQ_TRANSFORM_ROWS;
-    const int d = set.args.d;
-    const ggml_cuda_kernel_launch_params launch(dim3(unsigned(set.args.n_head_kv*((d + rows - 1)/rows)), 2, 1), dim3(32, KVQ_TRANSFORM_WARPS, 1), size_t(0), ctx.stream());
-    void (* kernel)(const kvq_transform_set) = d > 256 ? kvq_transform<4, false> : n_turns ? (d > 128 ? kvq_transform<2, true> : kvq_transform<1, true>) :
-        d > 128 ? kvq_transform<2, false> : kvq_transform<1, false>;
-    ggml_cuda_kernel_launch(kernel, launch, set);
-    return last;
+    if (!writes.n) {
+        kvq_launch_transform(ctx, set.transform, n_turns > 0);
+        return last;
+    }
+    if (!kvq_add_writes(set, graph, i, writes.last, nodes, writes.node, writes.n)) {
+        return -1;
+    }
+    kvq_launch_step(ctx, set);
+    return writes.last;
 }

@@ -74,6 +74,7 @@ static bytes compute(const ggml_backend_t backend, const std::function<ggml_tens
             return {};
         }
     }
+    ggml_set_output(watch ? watch : out);             // nothing may leave it out
     ggml_gallocr_t memory = nullptr;
     ggml_backend_buffer_t buffer = nullptr;
     if (shared) {
@@ -81,7 +82,6 @@ static bytes compute(const ggml_backend_t backend, const std::function<ggml_tens
             ggml_set_input(t.tensor);
             ggml_set_output(t.tensor);
         }
-        ggml_set_output(watch ? watch : out);
         memory = ggml_gallocr_new(ggml_backend_get_default_buffer_type(backend));
         GGML_ASSERT(ggml_gallocr_alloc_graph(memory, graph));
     } else {
