@@ -322,15 +322,17 @@ def table(path: Path) -> str:
     def mean(rows: list[dict], name: str) -> float:
         return sum(r[name] * r["questions"] for r in rows) / sum(r["questions"] for r in rows)
     whole = {(r["model"], r["talk"]): r["log_p"] for rows in groups.values() for r in rows if r["run"]["method"] == "full" and r["run"]["kv"] == "f16"}
-    head = ("model", "method", "keys", "questions", "log p", "to full", "F1", "peak cache", "stored", "build", "to first token")
+    head = ("model", "method", "budget", "keys", "questions", "log p", "to full", "F1", "peak cache", "stored", "build", "to first token")
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for (model, *key), rows in groups.items():
         run = dict(zip(shown, key))
-        keys = ", ".join(f"{f.name} {run[f.name]}" for f in fields(Run) if f.name not in ("method", "answers") and run[f.name] != f.default)
+        keys = ", ".join(f"{f.name} {run[f.name]}" for f in fields(Run)
+                         if f.name not in ("method", "fraction", "answers") and run[f.name] != f.default)
         known = [r for r in rows if (model, r["talk"]) in whole]
         to_full = f"{(mean(known, 'log_p') / mean([{**r, 'log_p': whole[model, r['talk']]} for r in known], 'log_p') - 1):+.1%}" if known else ""
         f1_ = f"{mean(rows, 'f1'):.3f}" if rows[0]["f1"] is not None else ""
-        out.append(f"| {model} | {run['method']} | {keys} | {sum(r['questions'] for r in rows)} | {mean(rows, 'log_p'):.3f} | {to_full} | {f1_} | "
+        budget = "1" if run["method"] == "full" else f"1/{run['fraction']}"
+        out.append(f"| {model} | {run['method']} | {budget} | {keys} | {sum(r['questions'] for r in rows)} | {mean(rows, 'log_p'):.3f} | {to_full} | {f1_} | "
                    f"{mean(rows, 'peak_bytes') / 2**20:.1f} MiB | {mean(rows, 'stored_bytes') / 2**20:.1f} MiB | {mean(rows, 'build_s'):.2f} s | "
                    f"{mean(rows, 'first_token_s'):.3f} s |")
     return "\n".join(out)

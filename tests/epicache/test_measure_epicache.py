@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "measure_epicache.py"
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "measure_epicache.py"
 spec = importlib.util.spec_from_file_location("measure_epicache", TOOL)
 measure = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = measure
@@ -50,6 +51,15 @@ def test_rows_and_table(talker, data, tmp_path, monkeypatch, capsys):
 def test_no_time_left(talker, data, tmp_path, monkeypatch, capsys):
     run(monkeypatch, talker, data, "--tokens", 1000, "--questions", 1, "--minutes", 1e-9, "-o", tmp_path / "rows.jsonl")
     assert "the time is over" in capsys.readouterr().err and not (tmp_path / "rows.jsonl").exists()
+
+
+def test_conversations_are_passed_over(talker, data, tmp_path, monkeypatch, capsys):
+    run(monkeypatch, talker, data, "--skip", 1, "--run", "full:answers=0")
+    assert not capsys.readouterr().out
+
+
+def test_the_page_shows_its_data():
+    assert measure.table(ROOT / "docs/data/epicache.jsonl") in (ROOT / "docs/epicache.md").read_text()
 
 
 def test_wrong_runs_are_refused():
