@@ -4,11 +4,11 @@
 #pragma once
 
 #include "ggml-impl.h"
+#include "kvq.h"
 
 #include <math.h>
 
 constexpr int KVQ_ROTARIES = 2;             // of one launch: queries and keys
-constexpr int KVQ_ROTARY_TOKENS = 8;       // more fill a GPU in launches of their own
 
 struct kvq_rotary {
     const char * x;            // f32 [d, n_head, n_tokens] before both

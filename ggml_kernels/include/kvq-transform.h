@@ -2,7 +2,6 @@
 // For C++ files that include ggml-impl.h.
 #pragma once
 
-#include "kvq.h"
 #include "kvq-rotary.h"
 
 // y = M (x - mean) for the columns x of every KV head: n1*n2 of them, the one of indices i, j at x + i*nbx1 + (head*n2 + j)*nbx2

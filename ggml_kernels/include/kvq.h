@@ -15,6 +15,9 @@ extern "C" {
 // of a layer together. Without a mark it is a product like any other.
 enum { KVQ_PRODUCT_PARAM = 15, KVQ_PRODUCT_KEYS = 1, KVQ_PRODUCT_QUERIES = 2 };
 
+// Tokens of a batch whose norm, RoPE and transforms a backend may join; more fill a GPU in launches of their own.
+enum { KVQ_ROTARY_TOKENS = 8 };
+
 // ---- formats (ggml-base) ----
 
 // true for turbo2, turbo3, turbo4 and oscar2 of every block size

@@ -423,14 +423,16 @@ static ggml_tensor * before_rope(ggml_tensor * x) {
     return x->op == GGML_OP_MUL && x->src[0]->op == GGML_OP_RMS_NORM ? x->src[0]->src[0] : x;
 }
 
-// The products of a layer stand side by side in the graph, and nothing that they read, or would read with norm and RoPE on the way, is overwritten before the
-// last of them: further sources, which a product does not look at, say so.
+// The products of a layer stand side by side in the graph, and nothing that they read is overwritten before the last of them, nor what they read with norm and
+// RoPE of a few tokens on the way: further sources, which a product does not look at, say so.
 static void after(ggml_tensor * x, ggml_tensor * q, ggml_tensor * k, ggml_tensor * transformed_k) {
     x->src[2] = transformed_k;
     x->src[3] = k;
-    x->src[4] = before_rope(q);
-    x->src[5] = before_rope(k);
-    x->src[6] = k->op == GGML_OP_ROPE ? k->src[1] : nullptr;     // positions
+    if (q->ne[2] <= KVQ_ROTARY_TOKENS) {
+        x->src[4] = before_rope(q);
+        x->src[5] = before_rope(k);
+        x->src[6] = k->op == GGML_OP_ROPE ? k->src[1] : nullptr;     // positions
+    }
 }
 
 // x [d, n_head, n] to the same shape; of one token, the query heads of a KV head are columns of one product. k: the keys, null

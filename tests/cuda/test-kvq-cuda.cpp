@@ -670,7 +670,7 @@ static step_nodes build_step(const step & p, const step_data & d, const ggml_typ
     out.out = out.q;
     if (p.attends) {
         out.out = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), heads_of[0], heads_of[1], b.input(GGML_TYPE_F16, { STEP_CELLS, tokens }, d.mask),
-            1.0f/sqrtf(float(n)), 0.0f, 0.0f);
+            1.0f/sqrtf(float(n))/(p.transform ? n : 1), 0.0f, 0.0f);     // matrices of the test lengthen both, and one token would be all of the sum
         ggml_prec_set_acc(out.out, GGML_PREC_F32);
         if (p.window) {
             out.out->src[9]  = heads_of[2];
