@@ -175,7 +175,7 @@ def main() -> None:
     a = ap.parse_args()
     quiet_log()
     result: dict = {key: str(value) if isinstance(value, Path) else value for key, value in vars(a).items() if key not in ("texts", "json")}
-    result |= {"texts": [t.name for t in a.texts], "alone": None, "worth": {}, "kl": [], "comparisons": []}
+    result |= {"texts": [t.name for t in a.texts], "alone": None, "chosen": a.skip + a.chunks[0] * a.ctx, "worth": {}, "kl": [], "comparisons": []}
 
     def keep() -> None:
         if a.json:
@@ -186,14 +186,14 @@ def main() -> None:
             layers = list(context.info())
         result["calibrated"] = all(layer.calibrated for layer in layers)
         size = {(layer.layer, kind): layer.n_head_kv * d for layer in layers for kind, d in (("k", layer.head_dim_k), ("v", layer.head_dim_v))}
-        if a.measured:
-            result |= {key: value for key, value in json.loads(a.measured.read_text()).items() if key in ("kl", "rest", "alone", "types")}
+        if a.measured:                               # and what it chose by must not be compared on
+            result |= {key: value for key, value in json.loads(a.measured.read_text()).items() if key in ("kl", "rest", "alone", "types", "chosen")}
         else:
             measure(Bench(model, a.texts[0], a, a.skip, a.chunks[0]), size, a, result, keep)
         value = worth({((row["layer"], row["kind"]), row["type"]): row["kl"][0] for row in result["kl"]}, result["rest"], result["alone"] and result["alone"][0])
         result["worth"] = {f"{layer}.{kind}": w for (layer, kind), w in value.items()}
         for text in a.texts:
-            other = Bench(model, text, a, a.skip + a.chunks[0] * a.ctx if text == a.texts[0] else 0, a.chunks[1])
+            other = Bench(model, text, a, result["chosen"] if text == a.texts[0] else 0, a.chunks[1])
             for average in a.average:
                 bits = plan(value, size, average)
                 rows = compare(other, {"plan": typed(bits)}, pairs_of(average))
