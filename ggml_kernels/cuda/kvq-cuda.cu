@@ -345,14 +345,18 @@ static bool kvq_rotaries_fit(const ggml_cgraph * graph, kvq_rotary_nodes * turns
     return true;
 }
 
-// What may join a launch. Timing only: KVQ_CUDA_JOIN=0 leaves norm and RoPE to upstream, 1 joins those of the keys, 2 those of queries too, 3, as without it,
-// writes and transforms.
-static int kvq_join_limit() {
-    static const int limit = [] {
+// How many turns, of the keys and then of the queries too, may stand in front of a write and of a transform, and whether a transform and its writes are one
+// launch. By time on an H200: a write that makes the queries costs attention more than the launch that it saves. Timing only: KVQ_CUDA_JOIN=0 leaves norm and RoPE to
+// upstream, 1 joins those of the keys, 2 those of queries too, 3 transforms and writes as well.
+struct kvq_join_rule { int before_write, before_transform; bool transform_and_write; };
+
+static const kvq_join_rule & kvq_join_limits() {
+    static const kvq_join_rule rule = [] {
         const char * value = getenv("KVQ_CUDA_JOIN");
-        return value ? atoi(value) : KVQ_ROTARIES + 1;
+        const int n = value ? std::min(atoi(value), KVQ_ROTARIES) : 0;
+        return value ? kvq_join_rule { n, n, atoi(value) > KVQ_ROTARIES } : kvq_join_rule { 1, KVQ_ROTARIES, false };
     }();
-    return limit;
+    return rule;
 }
 
 // The writes in a row that node i begins, with views between them.
@@ -391,7 +395,7 @@ static int kvq_cuda_transform_any(ggml_backend_cuda_context & ctx, const ggml_cg
         return -1;
     }
     const kvq_writes writes = kvq_find_writes(graph, kvq_next_node(graph, i + n_done));
-    const int last = writes.n && kvq_join_limit() > KVQ_ROTARIES ? kvq_cuda_transform(ctx, graph, i, turns, n_turns, writes) : -1;
+    const int last = writes.n && kvq_join_limits().transform_and_write ? kvq_cuda_transform(ctx, graph, i, turns, n_turns, writes) : -1;
     return last >= 0 ? last : kvq_cuda_transform(ctx, graph, i, turns, n_turns, {});
 }
 
@@ -402,7 +406,8 @@ int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
     // turns of queries and keys in a row, and what may do them on the way; fewer of them when not all can be
     kvq_rotary_nodes turns[KVQ_ROTARIES];
     int n_turns = 0, at[KVQ_ROTARIES + 1] = { i };
-    while (n_turns < std::min(kvq_join_limit(), KVQ_ROTARIES) && at[n_turns] < graph->n_nodes && kvq_find_rotary(graph, at[n_turns], KVQ_ROTARY_TOKENS, turns[n_turns])) {
+    const kvq_join_rule & limits = kvq_join_limits();
+    while (n_turns < std::max(limits.before_write, limits.before_transform) && at[n_turns] < graph->n_nodes && kvq_find_rotary(graph, at[n_turns], KVQ_ROTARY_TOKENS, turns[n_turns])) {
         at[n_turns + 1] = kvq_next_node(graph, turns[n_turns].last);
         n_turns++;
     }
@@ -410,8 +415,8 @@ int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph
         if (at[n] == graph->n_nodes) {
             continue;
         }
-        int last = kvq_cuda_transform_any(ctx, graph, at[n], turns, n);
-        if (last < 0) {
+        int last = n <= limits.before_transform ? kvq_cuda_transform_any(ctx, graph, at[n], turns, n) : -1;
+        if (last < 0 && n <= limits.before_write) {
             last = kvq_cuda_write(ctx, graph, at[n], turns, n);
         }
         if (last >= 0) {

@@ -41,16 +41,20 @@ def test_operations_match_the_cpu(program, mode):
 
 
 @pytest.mark.slow
-def test_steps_match_the_cpu(program):
+@pytest.mark.parametrize("join", [None, "3"])
+def test_steps_match_the_cpu(program, monkeypatch, join):
     """Norm and RoPE in the launches that read them, at every head size and with every option."""
+    if join:
+        monkeypatch.setenv("KVQ_CUDA_JOIN", join)
     run_parts(program, 4, "steps")
 
 
-@pytest.mark.parametrize("case, launches", [("step", ["RMS_NORM 13", "FLASH_ATTN_EXT 0"]), ("calibrated step", ["RMS_NORM 20", "FLASH_ATTN_EXT 0"]),
-                                            ("large step", None)])
-def test_norm_and_rope_have_no_launch_of_their_own(cases, tmp_path, case, launches):
+@pytest.mark.parametrize("case, join, launches", [
+    ("step", None, ["RMS_NORM 0", "MUL 0", "ROPE 0", "RMS_NORM 10", "FLASH_ATTN_EXT 0"]), ("step", "3", ["RMS_NORM 13", "FLASH_ATTN_EXT 0"]),
+    ("calibrated step", None, ["RMS_NORM 11", "SET_ROWS 6", "FLASH_ATTN_EXT 0"]), ("calibrated step", "3", ["RMS_NORM 20", "FLASH_ATTN_EXT 0"]), ("large step", None, None)])
+def test_norm_and_rope_have_no_launch_of_their_own(cases, tmp_path, case, join, launches):
     """Of up to eight tokens; the first node of every launch behind the products and the number of nodes that it did beside it."""
-    done = subprocess.run([Machine().program(tmp_path / "steps", cases)], capture_output=True, text=True, env={**os.environ, "CASE": case, "CUDA_HOST_TRACE": "1"})
+    done = subprocess.run([Machine().program(tmp_path / "steps", cases)], capture_output=True, text=True, env={**os.environ, "CASE": case, "CUDA_HOST_TRACE": "1", **({"KVQ_CUDA_JOIN": join} if join else {})})
     assert done.returncode == 0, done.stdout[-2000:]
     nodes = re.findall(r"^node (\w+) .*, (\d+) more$", done.stdout, flags=re.M)
     if launches:
@@ -138,6 +142,8 @@ FAULTS = {
     "transformed keys not kept": ("kvq-transform.cu", r"if \(set\.keeps_keys\)", "if (set.keeps_keys && block < 0)", "kvq-transform.cu", "calibrated step of several", ""),
     "transform that waits for nothing": ("kvq-transform.cu", r"kvq_pdl_wait\(\);", ";", "kvq-transform.cu", "calibrated step", "FAULT"),
 }
+# so that every way of joining launches is walked
+JOINED = {"KVQ_CUDA_JOIN": "3"}
 # a compiler run each; the others wait for the slow tests
 QUICK = {"queries asked for while they are made", "turned the other way", "tile not shown to the tensor cores", "tile overwritten under a product", "sums halved without a barrier"}
 
@@ -172,14 +178,14 @@ def test_planted_fault_is_found(cases, tmp_path, fault):
         stands_for = Path(source).name
         made = planted.compile(kernels / source, PLAIN if source == "kvq-cuda.cu" else WATCHED)      # host code is not watched
     program = machine.program(tmp_path / "planted", cases, replaced={stands_for: made})
-    done = subprocess.run([program], capture_output=True, text=True, env={**os.environ, "CASE": case, "CUDA_HOST_SM": "1"}, timeout=600)
+    done = subprocess.run([program], capture_output=True, text=True, env={**os.environ, **JOINED, "CASE": case, "CUDA_HOST_SM": "1"}, timeout=600)
     assert done.returncode == 1, done.stdout
     assert said in done.stdout if said else "FAIL" in done.stdout or "FAULT" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("case", ["wgmma", "prefill", *STEPS, *(pytest.param(c, marks=pytest.mark.slow) for c in ("linear", "short", "general", "rows"))])
 def test_cases_of_the_faults_are_right_without(cases, tmp_path, case):
-    done = subprocess.run([Machine().program(tmp_path / "right", cases)], capture_output=True, text=True, env={**os.environ, "CASE": case, "CUDA_HOST_SM": "1"})
+    done = subprocess.run([Machine().program(tmp_path / "right", cases)], capture_output=True, text=True, env={**os.environ, **JOINED, "CASE": case, "CUDA_HOST_SM": "1"})
     assert done.returncode == 0 and "FAULT" not in done.stdout, done.stdout
 
 
