@@ -213,23 +213,29 @@ while True:
 """
 
 
-def killed(talker, root, kills, longest, seed=1):
-    """Run a talking process and kill it, `kills` times; returns how often a cache was found. See check()."""
+def killed(talker, root, kills, turns, seed=1):
+    """Run a talking process and kill it, `kills` times: each after up to `turns` answers, at a random moment of the next one, however long it takes
+    here. Returns how often a cache was found. See check()."""
     from setting import OPTIONS
     from pykvq.epicache.chat import EpiCache
     rng, said = random.Random(seed), []
     here = Path(__file__).parent
     code = CHILD.format(paths=[str(here), str(here.parent / "models")], model=str(talker), root=str(root))
-    used = 0
+    used, took = 0, 1.0
     with EpiCache(talker, **OPTIONS) as fresh:
         for _ in range(kills):
             child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             child.stdin.write(json.dumps(said) + "\n")
             child.stdin.flush()
             assert child.stdout.readline() == "ready\n"
-            time.sleep(rng.uniform(0, longest))
+            told = []
+            for _ in range(rng.randint(0, turns)):
+                begin = time.monotonic()
+                told.append(child.stdout.readline().strip())
+                took = time.monotonic() - begin
+            time.sleep(rng.uniform(0, 1.2 * took))
             child.send_signal(signal.SIGKILL)
-            told = child.stdout.read().splitlines()
+            told += child.stdout.read().splitlines()
             child.wait()
             whole = [line for line in told if line.endswith("]")]
             said = json.loads(whole[-1]) if whole else said
@@ -267,9 +273,9 @@ def check(root, said, epicache) -> bool:
 
 
 def test_killed_at_any_moment(talker, tmp_path):
-    killed(talker, tmp_path, kills=2, longest=1.5)
+    killed(talker, tmp_path, kills=2, turns=2)
 
 
 @pytest.mark.slow
 def test_killed_a_hundred_times(talker, tmp_path):
-    assert killed(talker, tmp_path, kills=100, longest=2.5) > 20
+    assert killed(talker, tmp_path, kills=100, turns=4) > 20
