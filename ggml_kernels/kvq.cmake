@@ -62,6 +62,11 @@ function(kvq_attach upstream)
             PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
     endif()
 
+    # Upstream's AMX aborts with MLA models and damages the heap with hybrid ones, and GCC 12 makes an illegal instruction of it (docs/known-issues.md).
+    if(NOT MSVC AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+        target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+    endif()
+
     # The reference defines the codec bit for bit, and a fused multiply-add rounds differently.
     if(NOT MSVC)
         set_property(SOURCE ${KVQ_DIR}/base/kvq-reference.c ${KVQ_DIR}/base/kvq-tiered.c TARGET_DIRECTORY ggml-base
