@@ -131,6 +131,21 @@ def test_readme_shows_the_measured_speed():
             assert shows(speed, value) and (ratio is None or shows(ratio, value / base)), (title, kind)
 
 
+def test_notes_and_readme_show_the_measured_joins():
+    """Launches at depth 0 with norm and RoPE joined or apart: each ratio is to f16 of its own run."""
+    rows = {(str(r["join"]), r["calibrated"], r["type"]): r["decode"] for r in measured.load("h200-join")["rows"]}
+    columns = [(False, "f16"), (False, "turbo2"), (False, "turbo3"), (True, "f16"), (True, "turbo2"), (True, "oscar2,turbo2")]
+    for join, cells in rows_of("docs/notes/cuda.md", "| `KVQ_CUDA_JOIN` | f16 |").items():
+        for (calibrated, kind), cell in zip(columns, cells, strict=True):
+            speed, ratio = re.fullmatch(r"([\d.]+)(?: \(([\d.]+)\))?", cell).groups()
+            value, base = rows[join, calibrated, kind], rows[join, calibrated, "f16"]
+            assert shows(speed, value) and (ratio is None or shows(ratio, value / base)), (join, kind)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    turbo2, turbo3, oscar2 = re.search(r"DIR join`\): turbo2 ([\d.]+), turbo3 ([\d.]+)\. .* oscar2 keys with turbo2 values ([\d.]+), and", text).groups()
+    for shown, join, calibrated, kind in ((turbo2, "1", False, "turbo2"), (turbo3, "1", False, "turbo3"), (oscar2, "2", True, "oscar2,turbo2")):
+        assert shows(shown, rows[join, calibrated, kind] / rows[join, calibrated, "f16"]), kind
+
+
 def test_windows_page_shows_the_measured_retrieval():
     lines = (ROOT / "docs/windows.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if "0.5B: turbo2" in line)
