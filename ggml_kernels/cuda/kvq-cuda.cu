@@ -389,14 +389,16 @@ static int kvq_cuda_write(ggml_backend_cuda_context & ctx, const ggml_cgraph * g
 
 // The transforms that node i begins, with the writes behind them if these can join.
 static int kvq_cuda_transform_any(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i, const kvq_rotary_nodes * turns, const int n_turns) {
-    kvq_transform_args args;
-    const int n_done = kvq_find_transform(graph, i, KVQ_ROTARY_TOKENS, args);
-    if (!n_done) {
-        return -1;
+    if (kvq_join_limits().transform_and_write) {
+        kvq_transform_args args;
+        const int n_done = kvq_find_transform(graph, i, KVQ_ROTARY_TOKENS, args);
+        const kvq_writes writes = n_done ? kvq_find_writes(graph, kvq_next_node(graph, i + n_done)) : kvq_writes {};
+        const int last = writes.n ? kvq_cuda_transform(ctx, graph, i, turns, n_turns, writes) : -1;
+        if (last >= 0) {
+            return last;
+        }
     }
-    const kvq_writes writes = kvq_find_writes(graph, kvq_next_node(graph, i + n_done));
-    const int last = writes.n && kvq_join_limits().transform_and_write ? kvq_cuda_transform(ctx, graph, i, turns, n_turns, writes) : -1;
-    return last >= 0 ? last : kvq_cuda_transform(ctx, graph, i, turns, n_turns, {});
+    return kvq_cuda_transform(ctx, graph, i, turns, n_turns, {});
 }
 
 int kvq_cuda_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, const int i) {
